@@ -70,8 +70,10 @@ def find_accelerator(
         operators: Names of its operators.
         numbers: Types of the devices that memory was allocated on.
     """
-    given_categories, given_numbers = set(categories), set(numbers)
-    texts, names = list(tracks), list(operators)
+    given_categories = set(categories)
+    given_numbers = set(numbers)
+    texts = list(tracks)
+    names = list(operators)
     for row in read_accelerators():
         shown = bool(row.categories & given_categories) or row.number in given_numbers
         if shown or any(map(row.tracks.search, texts)) or any(map(row.operators.match, names)):

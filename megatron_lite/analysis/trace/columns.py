@@ -126,6 +126,12 @@ class MemoryEvents:
         return len(self.time_ns)
 
 
+def make_no_memory_events() -> MemoryEvents:
+    """The memory events of a trace without any."""
+    none = np.empty(0, np.int64)
+    return MemoryEvents(none, none, none, none, none.astype(np.int16))
+
+
 @dataclass(frozen=True)
 class Trace:
     """One process' events and what its file says about the machine."""
@@ -166,9 +172,13 @@ class Trace:
         known only if all devices of the header have the same name.
         """
         ids = self.device_ids or tuple(range(len(self.devices)))
-        own = {name for number, name in zip(ids, self.devices) if number == device}
+        numbered = zip(ids, self.devices)
+        own = {name for number, name in numbered if number == device}
         names = own or set(self.devices)
-        return next(iter(names)) or None if len(names) == 1 else None
+        if len(names) != 1:
+            return None
+        (name,) = names
+        return name or None
 
     @cached_property
     def rows(self) -> dict[Kind, Integers]:
@@ -177,12 +187,14 @@ class Trace:
 
     def on_thread(self, rows: Integers, thread: int) -> Integers:
         """Those of the events `rows` that are on the thread, in their order."""
-        chosen: Integers = rows[self.events.thread[rows] == thread]
+        is_on_thread = self.events.thread[rows] == thread
+        chosen: Integers = rows[is_on_thread]
         return chosen
 
     def on_device(self, rows: Integers, device: int) -> Integers:
         """Those of the events `rows` that are work of the device, in their order."""
-        chosen: Integers = rows[self.events.device[rows] == device]
+        is_on_device = self.events.device[rows] == device
+        chosen: Integers = rows[is_on_device]
         return chosen
 
     def lengths_ns(self, rows: Integers) -> Integers:
@@ -191,11 +203,15 @@ class Trace:
 
     def position_in(self, nest: Nesting, rows: Integers) -> Integers:
         """int64 [k]: position in `nest` of the innermost range around the start of each of the events; -1: none."""
-        return nest.position_at(self.events.start_ns[rows], self.events.thread[rows])
+        start = self.events.start_ns[rows]
+        thread = self.events.thread[rows]
+        return nest.position_at(start, thread)
 
     def within(self, cover: Cover, rows: Integers) -> Integers:
         """int64 [k]: for how many ns the cover lasts inside each of the events `rows`."""
-        return cover.within(self.events.start_ns[rows], self.events.end_ns[rows])
+        start = self.events.start_ns[rows]
+        end = self.events.end_ns[rows]
+        return cover.within(start, end)
 
     @cached_property
     def device_rows(self) -> Integers:
@@ -216,7 +232,8 @@ class Trace:
         ids = correlation[calls]
         wanted = correlation[self.device_rows]
         # the place of each wanted id among the sorted ones, if it is there at all
-        at = np.minimum(np.searchsorted(ids, wanted), len(ids) - 1)
+        at = np.searchsorted(ids, wanted)
+        at = np.minimum(at, len(ids) - 1)
         is_found = (ids[at] == wanted) & (wanted >= 0)
         launch[self.device_rows] = np.where(is_found, calls[at], -1)
         return launch
@@ -224,8 +241,11 @@ class Trace:
     @cached_property
     def names_of(self) -> dict[Kind, Integers]:
         """Numbers of the distinct names of each kind's events."""
-        names, count = self.events.name, len(self.names)
-        return {kind: np.flatnonzero(np.bincount(names[rows], minlength=count)) for kind, rows in self.rows.items()}
+        found: dict[Kind, Integers] = {}
+        for kind, rows in self.rows.items():
+            times = np.bincount(self.events.name[rows], minlength=len(self.names))
+            found[kind] = np.flatnonzero(times)
+        return found
 
     def passing(self, test: Callable[[str], object], *kinds: Kind) -> Flags:
         """bool per name: do events of these kinds have it, and does it pass `test(name)`? Others are not asked: traces
@@ -233,56 +253,86 @@ class Trace:
         passes = np.zeros(len(self.names), bool)
         for kind in kinds:
             numbers = self.names_of[kind]
-            names = (self.names[number] for number in numbers)
-            passes[numbers] = np.fromiter((bool(test(name)) for name in names), bool, len(numbers))
+            answers = (bool(test(self.names[number])) for number in numbers)
+            passes[numbers] = np.fromiter(answers, bool, len(numbers))
         return passes
 
     def find_named(self, test: Callable[[str], object], kind: Kind) -> Integers:
         """Rows of the events of the kind whose names pass `test(name)`, in order of start."""
         rows = self.rows[kind]
-        return rows[self.passing(test, kind)[self.events.name[rows]]]
+        passes = self.passing(test, kind)
+        return rows[passes[self.events.name[rows]]]
 
     def matching(self, test: Callable[[str], object]) -> Flags:
         """bool per event: does its name pass `test(name)`? Each distinct name is asked once."""
-        passes = np.fromiter((bool(test(name)) for name in self.names), bool, len(self.names))
+        answers = (bool(test(name)) for name in self.names)
+        passes = np.fromiter(answers, bool, len(self.names))
         return passes[self.events.name]
 
     def cover(self, rows: Integers | Flags) -> Cover:
         """When any event of `rows` (numbers, or a bool per event) lasts."""
-        return union(self.events.start_ns[rows], self.events.end_ns[rows])
+        start = self.events.start_ns[rows]
+        end = self.events.end_ns[rows]
+        return union(start, end)
 
     def nest(self, rows: Integers) -> Nesting:
         """The events `rows` as stacks of ranges, one per thread."""
         events = self.events
-        return Nesting(rows, events.start_ns[rows], events.end_ns[rows], events.thread[rows])
+        return Nesting(
+            rows,
+            start=events.start_ns[rows],
+            end=events.end_ns[rows],
+            thread=events.thread[rows],
+        )
 
 
 def build_events(columns: dict[str, NDArray[Any]]) -> tuple[Events, list[str]]:
-    """Events of their columns, ordered by start, and notes of what was mended. Empties `columns`, so that nothing is
-    held twice for long.
+    """Build events of their columns. Empties `columns`, so that nothing is held twice for long.
 
     Device work is clipped where it overlaps the next on its stream: a writer that does not measure its end gives it a
     length that is too long (AMD-AGI/TraceLens#669).
+
+    Args:
+        columns: those of Events, in the order of the file.
+
+    Returns:
+        The events, ordered by start, and notes of what was mended.
     """
-    start, end = columns["start_ns"], columns["end_ns"]
-    # the longer one first where starts are equal; in the file's order where ends are equal too
+    order = _order_by_start(columns["start_ns"], columns["end_ns"])
+    ordered = {name: columns.pop(name)[order] for name in list(columns)}
+    events = Events(**ordered)
+    clipped = _clip_device_work(events)
+    if not clipped:
+        return events, []
+    note = f"GPU operations that ran into the next one of their stream: {clipped:,}, counted up to its start"
+    return events, [note]
+
+
+def _order_by_start(start: Integers, end: Integers) -> Integers:
+    """Order by start, the longer one first where starts are equal; in the file's order where ends are equal too."""
     order = np.argsort(start, kind="stable")
     equal = np.flatnonzero(np.diff(start[order]) == 0)
     if len(equal):
+        # only those with the same start as another are sorted by two keys, which takes longer
         tied = np.unique(np.concatenate([equal, equal + 1]))
         rows = order[tied]
-        order[tied] = rows[np.lexsort((-end[rows], start[rows]))]
-    del start, end
-    events = Events(**{name: columns.pop(name)[order] for name in list(columns)})
+        by_length = np.lexsort((-end[rows], start[rows]))
+        order[tied] = rows[by_length]
+    return order
+
+
+def _clip_device_work(events: Events) -> int:
+    """End each piece of device work where the next one on its stream begins, and count those that ended later."""
     rows = np.flatnonzero(np.isin(events.kind, DEVICE_KINDS))
     # a thread here is a stream's row in the file: of each process' own where traces of several were merged
-    place = (events.stream[rows], events.device[rows], events.thread[rows])
-    rows = rows[np.lexsort((rows, *place))]
-    same = np.ones(max(len(rows) - 1, 0), bool)
+    stream = (events.stream[rows], events.device[rows], events.thread[rows])
+    rows = rows[np.lexsort((rows, *stream))]
+    earlier = rows[:-1]
+    later = rows[1:]
+    is_same_stream = np.ones(len(later), bool)
     for column in (events.stream, events.device, events.thread):
-        same &= np.diff(column[rows]) == 0
-    too_long = same & (events.end_ns[rows[:-1]] > events.start_ns[rows[1:]])
-    events.end_ns[rows[:-1][too_long]] = events.start_ns[rows[1:][too_long]]
-    clipped = int(too_long.sum())
-    note = f"GPU operations that ran into the next one of their stream: {clipped:,}, counted up to its start"
-    return events, [note] if clipped else []
+        is_same_stream &= column[earlier] == column[later]
+    overlaps = events.end_ns[earlier] > events.start_ns[later]
+    is_too_long = is_same_stream & overlaps
+    events.end_ns[earlier[is_too_long]] = events.start_ns[later[is_too_long]]
+    return int(is_too_long.sum())

@@ -18,7 +18,14 @@ def tells_of_loss(text: str) -> bool:
 
 def read_warnings(header: dict[str, Any]) -> tuple[str, ...]:
     """What kineto logged while it recorded, errors first: releases of 2022 to 2025 write it beside the events."""
-    listed = (header.get(level) for level in ("ERROR", "WARNING"))
-    texts = (text for texts in listed if isinstance(texts, list) for text in texts if isinstance(text, str))
-    shown = (" ".join(text.split())[:MAX_DIAGNOSTIC] for text in texts)
-    return tuple(dict.fromkeys(filter(None, shown)))[:MAX_DIAGNOSTICS]
+    shown = []
+    for level in ("ERROR", "WARNING"):
+        texts = header.get(level)
+        if not isinstance(texts, list):
+            continue
+        for text in texts:
+            if isinstance(text, str):
+                words = text.split()
+                shown.append(" ".join(words)[:MAX_DIAGNOSTIC])
+    distinct = dict.fromkeys(filter(None, shown))
+    return tuple(distinct)[:MAX_DIAGNOSTICS]

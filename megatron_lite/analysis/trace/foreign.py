@@ -39,9 +39,18 @@ class Writer:
 @lru_cache(maxsize=1)
 def read_foreign_writers() -> tuple[Writer, ...]:
     """The table, in its order."""
-    lines = Path(__file__).with_name("foreign_writers.tsv").read_text(encoding="utf-8").splitlines()
-    rows = [f"{line}\t\t".split("\t")[:3] for line in lines if line and not line.startswith("#")]
-    return tuple(Writer(name, re.compile(pattern.encode()), always == "always") for name, pattern, always in rows)
+    rows = []
+    text = Path(__file__).with_name("foreign_writers.tsv").read_text(encoding="utf-8")
+    for line in text.splitlines():
+        if line and not line.startswith("#"):
+            name, pattern, always, *_ = f"{line}\t\t".split("\t")
+            writer = Writer(
+                name=name,
+                pattern=re.compile(pattern.encode()),
+                always=always == "always",
+            )
+            rows.append(writer)
+    return tuple(rows)
 
 
 def is_of_torch(text: bytes) -> bool:
@@ -88,8 +97,10 @@ def describe_unknown(categories: Iterable[str]) -> str:
     names = sorted(filter(None, categories))
     if not names:
         return f"{UNKNOWN}: its events have no category of torch.profiler"
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return f"{UNKNOWN}: torch.profiler has none of its categories ({', '.join(names[:MAX_NAMED])}{more})"
+    shown = ", ".join(names[:MAX_NAMED])
+    if len(names) > MAX_NAMED:
+        shown += f" and {len(names) - MAX_NAMED} more"
+    return f"{UNKNOWN}: torch.profiler has none of its categories ({shown})"
 
 
 def any_known(categories: Iterable[str], processes: Iterable[object]) -> bool:

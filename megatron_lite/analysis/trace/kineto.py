@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megatron_lite.analysis.core_use import read_core_use
-from megatron_lite.analysis.intervals import Integers
+from megatron_lite.analysis.intervals import Flags, Integers
 from megatron_lite.analysis.trace.columns import (
     DEVICE_KINDS,
     Collective,
@@ -25,6 +25,7 @@ from megatron_lite.analysis.trace.columns import (
     Trace,
     TraceError,
     build_events,
+    make_no_memory_events,
 )
 from megatron_lite.analysis.trace.diagnostics import read_warnings, tells_of_loss
 from megatron_lite.analysis.trace.foreign import find_foreign
@@ -55,12 +56,23 @@ LOST_NS = np.iinfo(np.int64).min  # the start of an event that has none
 MAX_EVENTS = 10_000_000  # about 2 GB of text; a trace of 5 million took 1.27 GB of memory, one of 15 million 1.76 GB
 _MAX_US = 4e15  # the year 2096; differences of such times in ns still fit 64 bits
 COLUMNS = {
-    "name": np.int32, "category": np.int16, "thread": np.int32, "start_ns": np.int64, "length_ns": np.int64,
-    "device": np.int64, "stream": np.int64, "correlation": np.int64, "num_bytes": np.int64, "shapes": np.int32,
-    "collective": np.int32, "sequence": np.int64, "forward_thread": np.int64,
-}  # fmt: skip
+    "name": np.int32,
+    "category": np.int16,
+    "thread": np.int32,
+    "start_ns": np.int64,
+    "length_ns": np.int64,
+    "device": np.int64,
+    "stream": np.int64,
+    "correlation": np.int64,
+    "num_bytes": np.int64,
+    "shapes": np.int32,
+    "collective": np.int32,
+    "sequence": np.int64,
+    "forward_thread": np.int64,
+}
+Ask = Callable[[list[Args]], list[int | None]]
 # the arguments of events by column; asking in a list of its own is faster than any getattr
-ARGS: dict[str, Callable[[list[Args]], list[int | None]]] = {
+ARGS: dict[str, Ask] = {
     "device": lambda args: [a.device for a in args],
     "stream": lambda args: [a.stream for a in args],
     "correlation": lambda args: [a.correlation for a in args],
@@ -68,7 +80,7 @@ ARGS: dict[str, Callable[[list[Args]], list[int | None]]] = {
     "sequence": lambda args: [a.sequence for a in args],
     "forward_thread": lambda args: [a.forward_thread for a in args],
 }
-MEMORY_ARGS: dict[str, Callable[[list[Args]], list[int | None]]] = {
+MEMORY_ARGS: dict[str, Ask] = {
     "num_bytes": lambda args: [a.memory_bytes for a in args],
     "total_allocated": lambda args: [a.allocated for a in args],
     "total_reserved": lambda args: [a.reserved for a in args],
@@ -110,55 +122,74 @@ class Collected:
     def add(self, events: Sequence[Event]) -> None:
         """Append a chunk."""
         if self.until_ns is not None:
-            ends = list(map(_end_ns, events))
-            self.last_ns = max([self.last_ns, *ends])
-            events = list(compress(events, [end <= self.until_ns for end in ends]))
+            events = self._drop_late(events, self.until_ns)
         spans = [event for event in events if event.ph == "X"]
-        if len(spans) < len(events):
-            halves = [event for event in events if event.ph in ("B", "E")]
-            self.halves += [half for half in halves if half.ts is not None and Decimal(half.ts).is_finite()]
-            self.tracks.add([read_metadata(event) for event in events if event.ph == "M"])
-            memory = [event for event in events if event.ph == "i" and event.name == "[memory]"]
-            if memory:
-                args = [event.args or NO_ARGS for event in memory]
-                columns = {name: _integers(read(args)) for name, read in MEMORY_ARGS.items()}
-                lengths = np.zeros(len(memory), np.int64)
-                self.instants.append(columns | {"start_ns": _start_ns(memory), "length_ns": lengths})
         if spans:
             self.spans.append(self._columns(spans))
+        if len(spans) < len(events):
+            self._add_others(events)
         self.held += len(events)
         if self.held > self.max_events:
             self._shorten()
 
+    def _drop_late(self, events: Sequence[Event], until_ns: int) -> list[Event]:
+        """The events that end by then; the last end of all is kept in mind."""
+        ends = list(map(_end_ns, events))
+        self.last_ns = max([self.last_ns, *ends])
+        is_early = [end <= until_ns for end in ends]
+        return list(compress(events, is_early))
+
+    def _add_others(self, events: Sequence[Event]) -> None:
+        """Append what is no span: halves of spans, names of tracks, and memory events."""
+        for half in [event for event in events if event.ph in ("B", "E")]:
+            if half.ts is not None and Decimal(half.ts).is_finite():
+                self.halves.append(half)
+        metadata = [event for event in events if event.ph == "M"]
+        self.tracks.add(list(map(read_metadata, metadata)))
+        instants = [event for event in events if event.ph == "i"]
+        memory = [event for event in instants if event.name == "[memory]"]
+        if not memory:
+            return
+        args = [event.args or NO_ARGS for event in memory]
+        columns: Columns = {}
+        for name, ask in MEMORY_ARGS.items():
+            columns[name] = _integers(ask(args))
+        columns["start_ns"] = _start_ns(memory)
+        columns["length_ns"] = np.zeros(len(memory), np.int64)
+        self.instants.append(columns)
+
     def _columns(self, spans: Sequence[Event]) -> Columns:
         """The columns of a chunk of spans; -1 where an event has no such value."""
-        count = len(spans)
-        columns: Columns = {name: np.full(count, -1, dtype) for name, dtype in COLUMNS.items()}
-        of_all: tuple[tuple[str, Numbered[Any], list[Any]], ...] = (
-            ("name", self.names, [event.name for event in spans]),
-            ("category", self.categories, [event.cat or category_of_ascend(event) for event in spans]),
-            ("thread", self.threads, [(event.pid, event.tid) for event in spans]),
-        )
-        for column, numbers, texts in of_all:
-            columns[column] = np.fromiter(map(numbers.__getitem__, texts), COLUMNS[column], count)
+        columns: Columns = {}
+        for name, dtype in COLUMNS.items():
+            columns[name] = np.full(len(spans), -1, dtype)
+        names = [event.name for event in spans]
+        _number(columns, "name", self.names, names)
+        categories = [event.cat or category_of_ascend(event) for event in spans]
+        _number(columns, "category", self.categories, categories)
+        threads = [(event.pid, event.tid) for event in spans]
+        _number(columns, "thread", self.threads, threads)
         columns["start_ns"] = _start_ns(spans)
-        dur_us = np.nan_to_num(np.array([event.dur for event in spans], np.float64), nan=0.0)
-        columns["length_ns"] = np.rint(np.clip(dur_us, -_MAX_US / 1000, _MAX_US / 1000) * 1000).astype(np.int64)
+        columns["length_ns"] = _length_ns(spans)
         args = [event.args or NO_ARGS for event in spans]
         self._read_arguments(columns, args)
         if any(category and category.startswith("Ascend ") for category in self.categories):
             connections = _integers([one.connection for one in args])
-            columns["correlation"] = np.where(connections >= 0, connections, columns["correlation"])
+            is_given = connections >= 0
+            columns["correlation"] = np.where(is_given, connections, columns["correlation"])
         return columns
 
     def _read_arguments(self, columns: Columns, args: list[Args]) -> None:
         """Write into `columns` the arguments that each kind of event has."""
         kind = kinds_of_categories(self.categories)[columns["category"]]
         for kinds, names in ARGS_OF_KINDS.items():
-            of_kind = np.isin(np.arange(len(Kind)), kinds)[kind]
-            own = list(compress(args, of_kind.tolist()))
-            for name in names if own else ():
-                columns[name][of_kind] = self._read_argument(name, own)
+            is_chosen = np.isin(np.arange(len(Kind)), kinds)
+            is_own = is_chosen[kind]
+            own = list(compress(args, is_own.tolist()))
+            if not own:
+                continue
+            for name in names:
+                columns[name][is_own] = self._read_argument(name, own)
 
     def _read_argument(self, name: str, args: list[Args]) -> ArrayLike:
         """The values of one column in the arguments of some events."""
@@ -174,37 +205,59 @@ class Collected:
         known = self.shapes
         find_mask = OUTPUT_MASK.search
         # of the values only the mask: others differ from call to call
-        numbers = [
-            known[bytes(a.dims), bytes(a.dtypes), mask[0] if (mask := find_mask(a.values)) else b""] if a.dims else -1
-            for a in args
-        ]
+        numbers = []
+        for a in args:
+            if a.dims:
+                mask = find_mask(a.values)
+                key = (bytes(a.dims), bytes(a.dtypes), mask[0] if mask else b"")
+                numbers.append(known[key])
+            else:
+                numbers.append(-1)
         return np.array(numbers, np.int32)
 
     def _number_collectives(self, args: list[Args]) -> ArrayLike:
         """The numbers of the events' collectives; -1 for an event that says nothing of one."""
-        has_none = [a.collective is None and a.group is None and a.in_elements is None for a in args]
-        return [-1 if none else self._collective(a) for a, none in zip(args, has_none)]
+        numbers = []
+        for a in args:
+            if a.collective is None and a.group is None and a.in_elements is None:
+                numbers.append(-1)
+            else:
+                numbers.append(self._number_collective(a))
+        return numbers
 
-    def _collective(self, a: Args) -> int:
-        told = (a.collective, a.group, a.group_size, a.in_elements, a.out_elements, a.dtype, a.collective_sequence)
-        return self.collectives[Collective(*told, peer=a.source if a.target is None else a.target)]
+    def _number_collective(self, a: Args) -> int:
+        """The number of the collective that the arguments tell of."""
+        collective = Collective(
+            name=a.collective,
+            group=a.group,
+            group_size=a.group_size,
+            in_elements=a.in_elements,
+            out_elements=a.out_elements,
+            dtype=a.dtype,
+            sequence=a.collective_sequence,
+            peer=a.source if a.target is None else a.target,
+        )
+        return self.collectives[collective]
 
     def _shorten(self) -> None:
-        """Let the latest quarter in time go: a smaller part would be let go more often,
-        a larger one leaves fewer whole steps."""
-        ends = np.concatenate([_ends_ns(columns) for columns in (*self.spans, *self.instants)])
+        """Let the latest quarter in time go.
+
+        A smaller part would be let go more often, a larger one leaves fewer whole steps.
+        """
+        chunks = (*self.spans, *self.instants)
+        ends = np.concatenate([_ends_ns(columns) for columns in chunks])
         ends = ends[ends > LOST_NS // 2]
         if not len(ends):
             raise TraceError(f"more than {self.max_events:,} events without a time")
         self.last_ns = max(self.last_ns, int(ends.max()))
         kept = len(ends) * 3 // 4
         self.until_ns = int(np.partition(ends, kept)[kept])
-        for chunks in (self.spans, self.instants):
-            for columns in chunks:
-                early = _ends_ns(columns) <= self.until_ns
-                columns.update({name: column[early] for name, column in columns.items()})
         self.halves = [event for event in self.halves if _end_ns(event) <= self.until_ns]
-        self.held = sum(len(columns["start_ns"]) for columns in (*self.spans, *self.instants)) + len(self.halves)
+        self.held = len(self.halves)
+        for columns in chunks:
+            is_early = _ends_ns(columns) <= self.until_ns
+            _choose_rows(columns, is_early)
+            self.held += len(columns["start_ns"])
 
     def pair_halves(self) -> int:
         """Append spans of "B" and "E" entries: an end belongs to the last open beginning of its thread.
@@ -212,7 +265,8 @@ class Collected:
         How many stay alone.
         """
         open_ones: dict[tuple[Id, Id], list[Event]] = {}
-        spans, alone = [], 0
+        spans = []
+        alone = 0
         for half in sorted(self.halves, key=lambda half: half.ts or 0):
             stack = open_ones.setdefault((half.pid, half.tid), [])
             if half.ph == "B":
@@ -220,20 +274,42 @@ class Collected:
             elif stack:
                 begin = stack.pop()
                 # one of them may be exact where the other is not
-                begin.ph, begin.dur = "X", float(Decimal(half.ts or 0) - Decimal(begin.ts or 0))
+                length = Decimal(half.ts or 0) - Decimal(begin.ts or 0)
+                begin.ph = "X"
+                begin.dur = float(length)
                 spans.append(begin)
             else:
                 alone += 1
         self.add(spans)
-        return alone + sum(len(stack) for stack in open_ones.values())
+        return alone + sum(map(len, open_ones.values()))
+
+
+def _number(
+    columns: Columns,
+    name: str,
+    numbers: Numbered[Any],
+    values: list[Any],
+) -> None:
+    """Write the numbers of the values into a column."""
+    found = map(numbers.__getitem__, values)
+    columns[name] = np.fromiter(found, COLUMNS[name], len(values))
+
+
+def _choose_rows(columns: Columns, chosen: Flags) -> None:
+    """Leave out of all columns the rows that are not chosen."""
+    for name in columns:
+        columns[name] = columns[name][chosen]
 
 
 def _end_ns(event: Event) -> float:
-    return LOST_NS if event.ts is None else (float(event.ts) + (event.dur or 0.0)) * 1000
+    """The event's end; for one without a time a time before all others."""
+    if event.ts is None:
+        return LOST_NS
+    return (float(event.ts) + (event.dur or 0.0)) * 1000
 
 
 def _ends_ns(columns: Columns) -> Integers:
-    """Of one without a time a time before all others."""
+    """The events' ends; for one without a time a time before all others."""
     ends: Integers = columns["start_ns"] + np.maximum(columns["length_ns"], 0)
     return ends
 
@@ -241,23 +317,45 @@ def _ends_ns(columns: Columns) -> Integers:
 def _start_ns(events: Sequence[Event]) -> Integers:
     """Exact nanoseconds: whole microseconds and the rest apart, since a product with 1000 may not fit a double."""
     if isinstance(events[0], ExactEvent) or isinstance(events[-1], ExactEvent):
-        exact = [Decimal("nan" if event.ts is None else event.ts) for event in events]
-        usable = [ts.is_finite() and abs(ts) < _MAX_US for ts in exact]
-        return np.array([int(ts * 1000) if use else LOST_NS for ts, use in zip(exact, usable)], np.int64)
+        return np.array([_exact_ns(event) for event in events], np.int64)
     ts_us = np.array([event.ts for event in events], np.float64)
-    lost = ~(np.abs(ts_us) < _MAX_US)
-    ts_us[lost] = 0
-    whole = np.floor(ts_us)
-    start = whole.astype(np.int64) * 1000 + np.rint((ts_us - whole) * 1000).astype(np.int64)
-    start[lost] = LOST_NS
+    is_lost = ~(np.abs(ts_us) < _MAX_US)
+    ts_us[is_lost] = 0
+    whole_us = np.floor(ts_us)
+    rest_ns = np.rint((ts_us - whole_us) * 1000)
+    start = whole_us.astype(np.int64) * 1000
+    start += rest_ns.astype(np.int64)
+    start[is_lost] = LOST_NS
     return start
 
 
+def _exact_ns(event: Event) -> int:
+    """The event's start where a double does not hold it."""
+    if event.ts is None:
+        return LOST_NS
+    ts_us = Decimal(event.ts)
+    is_usable = ts_us.is_finite() and abs(ts_us) < _MAX_US
+    return int(ts_us * 1000) if is_usable else LOST_NS
+
+
+def _length_ns(events: Sequence[Event]) -> Integers:
+    """The events' lengths; 0 for one without any."""
+    dur_us = np.array([event.dur for event in events], np.float64)
+    dur_us = np.nan_to_num(dur_us, nan=0.0)
+    dur_us = np.clip(dur_us, -_MAX_US / 1000, _MAX_US / 1000)
+    return np.rint(dur_us * 1000).astype(np.int64)
+
+
 def _integers(values: list[int | None]) -> Integers:
+    """int64 [k]; an id beyond 64 bits is as good as none."""
     try:
         return np.array(values, np.int64)
-    except (OverflowError, TypeError):  # an id beyond 64 bits is as good as none
-        return np.array([-1 if value is None or abs(value) >= 2**63 else value for value in values], np.int64)
+    except (OverflowError, TypeError):
+        sound = []
+        for value in values:
+            is_sound = value is not None and abs(value) < 2**63
+            sound.append(value if is_sound else -1)
+        return np.array(sound, np.int64)
 
 
 # --- what stands beside the events: ranks, devices, clocks; every value may be missing or of any type
@@ -270,44 +368,78 @@ _MAX_TEXT = 200  # characters of a header's value that are worth showing
 _UNIX_NS = 10**18  # larger times count from 1970 (2001 and later), by the clock of the machine
 
 
-def read_header(header: dict[str, Any], path: Path, first_ns: int) -> dict[str, Any]:
-    """Fields of a Trace whose first event starts at first_ns by the file's clock."""
-    ranks = header["distributedInfo"] if isinstance(header.get("distributedInfo"), dict) else {}
-    rank, base_ns = _count(ranks.get("rank")), _count(header.get("baseTimeNanoseconds"))
+def read_header(
+    header: dict[str, Any],
+    path: Path,
+    first_ns: int,
+) -> dict[str, Any]:
+    """Read the fields of a Trace that stand beside the events.
+
+    Args:
+        header: what stands there.
+        path: the file.
+        first_ns: the start of the first event by the file's clock.
+    """
+    ranks = header.get("distributedInfo")
+    if not isinstance(ranks, dict):
+        ranks = {}
+    rank = _count(ranks.get("rank"))
+    base_ns = _count(header.get("baseTimeNanoseconds"))
     has_clock = base_ns is not None or first_ns > _UNIX_NS
-    devices = header["deviceProperties"] if isinstance(header.get("deviceProperties"), list) else []
-    devices = [row for row in devices if isinstance(row, dict)]
-    ids = [_count(row.get("id")) for row in devices]
-    facts = {name: header.get(name) for name in _FACTS} | {name: ranks.get(name) for name in _FACTS_OF_RANKS}
-    facts = {name: value for name, value in facts.items() if isinstance(value, (str, int, float))}
+    devices = _list_dicts(header.get("deviceProperties"))
+    ids = []
+    for place, row in enumerate(devices):
+        number = _count(row.get("id"))
+        ids.append(place if number is None else number)
     return {
         "rank": rank_in_name(path.name) if rank is None else rank,
         "world_size": _count(ranks.get("world_size")) or None,
         "devices": tuple(str(row.get("name", ""))[:_MAX_TEXT] for row in devices),
-        "device_ids": tuple(place if number is None else number for place, number in enumerate(ids)),
+        "device_ids": tuple(ids),
         "without_gpu": header.get("deviceProperties") == [],
-        "facts": {name: value[:_MAX_TEXT] if isinstance(value, str) else value for name, value in facts.items()},
+        "facts": _choose_facts(header, _FACTS) | _choose_facts(ranks, _FACTS_OF_RANKS),
         "base_ns": (base_ns or 0) + first_ns if has_clock else None,
         "groups": _read_groups(ranks),
         "cores": read_core_use(header.get(CORES_IN_TRACE)),
     }
 
 
+def _list_dicts(value: object) -> list[dict[str, Any]]:
+    """The dictionaries in a list; none for what is no list."""
+    if not isinstance(value, list):
+        return []
+    return [row for row in value if isinstance(row, dict)]
+
+
+def _choose_facts(header: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Those of the header's values that are worth showing."""
+    facts: dict[str, Any] = {}
+    for name in names:
+        value = header.get(name)
+        if isinstance(value, str):
+            facts[name] = value[:_MAX_TEXT]
+        elif isinstance(value, (int, float)):
+            facts[name] = value
+    return facts
+
+
 def _read_groups(distributed: dict[str, Any]) -> tuple[ProcessGroup, ...]:
-    """Of the header's "distributedInfo"; groups of all ranks may have an empty list of them."""
-    rows, world_size = distributed.get("pg_config"), _count(distributed.get("world_size")) or 0
+    """The groups of the header's "distributedInfo"; those of all ranks may have an empty list of them."""
+    world_size = _count(distributed.get("world_size")) or 0
     groups = []
-    for row in rows if isinstance(rows, list) else ():
-        if not isinstance(row, dict):
-            continue
-        size, listed = _count(row.get("pg_size", row.get("group_size"))), row.get("ranks")
+    for row in _list_dicts(distributed.get("pg_config")):
+        size = _count(row.get("pg_size", row.get("group_size")))
+        listed = row.get("ranks")
         ranks = [_count(rank) for rank in listed] if isinstance(listed, list) else []
         if size == world_size and not ranks and size <= _MAX_RANKS:
             ranks = list(range(size))
         known = tuple(rank for rank in ranks if rank is not None)
-        whole = known if len(known) == size else ()
-        name, description = (str(row.get(key) or "")[:_MAX_TEXT] for key in ("pg_name", "pg_desc"))
-        groups.append(ProcessGroup(name, description, whole))
+        group = ProcessGroup(
+            name=str(row.get("pg_name") or "")[:_MAX_TEXT],
+            description=str(row.get("pg_desc") or "")[:_MAX_TEXT],
+            ranks=known if len(known) == size else (),
+        )
+        groups.append(group)
     return tuple(groups)
 
 
@@ -318,6 +450,7 @@ def rank_in_name(name: str) -> int | None:
 
 
 def _count(value: Any) -> int | None:
+    """A number of 0 or more that fits 64 bits; None for anything else."""
     try:
         number = int(value)
     except (TypeError, ValueError, OverflowError):
@@ -446,36 +579,57 @@ def _build_trace(
 def _join_threads(columns: Columns, collected: Collected) -> tuple[tuple[str, str], ...]:
     """(process, thread) by number; files of 2021 write the same thread's id as a number and as a string."""
     threads: Numbered[tuple[str, str]] = Numbered()
-    written = [(str(pid), str(tid)) for pid, tid in collected.threads]
-    columns["thread"] = np.array([threads[text] for text in written], np.int32)[columns["thread"]]
+    numbers = []
+    for pid, tid in collected.threads:
+        text = (str(pid), str(tid))
+        numbers.append(threads[text])
+    columns["thread"] = np.array(numbers, np.int32)[columns["thread"]]
     return tuple(threads)
 
 
 def _find_memory_types(collected: Collected) -> set[int]:
     """torch's numbers of the types of the devices on which memory was allocated, without the host's."""
-    return {int(kind) for chunk in collected.instants for kind in np.unique(chunk["device_type"])} - {0}
+    types: set[int] = set()
+    for chunk in collected.instants:
+        types.update(np.unique(chunk["device_type"]).tolist())
+    return types - {0}
 
 
 def _join(chunks: list[Columns], columns: Iterable[str]) -> Columns:
-    """One dict of columns of many; empties `chunks`, so that nothing is held twice for long."""
-    return {name: np.concatenate([chunk.pop(name) for chunk in chunks]) for name in columns}
+    """Join the columns of many chunks; empties `chunks`, so that nothing is held twice for long."""
+    joined = {}
+    for name in columns:
+        joined[name] = np.concatenate([chunk.pop(name) for chunk in chunks])
+    return joined
 
 
 def _place_in_time(columns: Columns, notes: list[str], damage: list[str]) -> int | None:
-    """Make start_ns relative to the first event, end_ns of length_ns, and drop events without a time; the first's start
-    by the file's clock, None if no event has one."""
+    """Make start_ns relative to the first event, end_ns of length_ns, and drop events without a time.
+
+    Args:
+        columns: of all events; are changed.
+        notes: what a reader of the report should know; is added to.
+        damage: what means that events are missing; is added to.
+
+    Returns:
+        The first event's start by the file's clock; None if no event has one.
+    """
     start = columns["start_ns"]
-    usable = start != LOST_NS
-    if usable.any() and np.median(start[usable]) > _LONG_AFTER_0:
-        usable &= start > 0  # the profiler lost their time: pytorch/kineto#109
-    if not usable.any():
+    is_usable = start != LOST_NS
+    if is_usable.any() and np.median(start[is_usable]) > _LONG_AFTER_0:
+        # the profiler lost their time: pytorch/kineto#109
+        is_usable &= start > 0
+    if not is_usable.any():
         return None
-    if not usable.all():
-        many = (~usable).mean() > _MANY_LOST
-        (damage if many else notes).append(f"events without a start time: {(~usable).sum():,}, left out")
-        columns.update({name: column[usable] for name, column in columns.items()})
-    start, length = columns["start_ns"], columns.pop("length_ns")
-    if negative := int((length < 0).sum()):
+    lost = np.count_nonzero(~is_usable)
+    if lost:
+        told = damage if lost / len(start) > _MANY_LOST else notes
+        told.append(f"events without a start time: {lost:,}, left out")
+        _choose_rows(columns, is_usable)
+    start = columns["start_ns"]
+    length = columns.pop("length_ns")
+    negative = np.count_nonzero(length < 0)
+    if negative:
         notes.append(f"events with a negative duration: {negative:,}, taken as instants")
     first = int(start.min())
     columns["start_ns"] = start - first
@@ -485,31 +639,52 @@ def _place_in_time(columns: Columns, notes: list[str], damage: list[str]) -> int
 
 def _read_shapes(texts: Numbered[tuple[bytes, ...]]) -> tuple[Shapes, ...]:
     """Shapes of their JSON texts (dims, dtypes, output mask)."""
+    # few different lists of types stand in a trace with many different shapes
+    types: dict[bytes, tuple[str, ...]] = {}
+    shapes = []
+    for dims, dtypes, mask in texts:
+        if dtypes not in types:
+            types[dtypes] = tuple(map(str, _read_list(dtypes)))
+        words = re.findall(rb"\w+", mask)
+        shapes.append(
+            Shapes(
+                dims=nested_tuples(_read_list(dims)),
+                dtypes=types[dtypes],
+                output_mask=tuple(word == b"True" for word in words),
+            )
+        )
+    return tuple(shapes)
 
-    def read(text: bytes) -> list[Any]:
-        try:
-            value = msgspec.json.decode(text) if text else []
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return []
-        return value if isinstance(value, list) else []
 
-    dtypes = {text: tuple(map(str, read(text))) for text in {dtypes for _, dtypes, _ in texts}}
-    masks = [tuple(word == b"True" for word in re.findall(rb"\w+", mask)) for _, _, mask in texts]
-    return tuple(Shapes(nested_tuples(read(one[0])), dtypes[one[1]], mask) for one, mask in zip(texts, masks))
+def _read_list(text: bytes) -> list[Any]:
+    """The list of a JSON text; an empty one for what is none."""
+    try:
+        value = msgspec.json.decode(text) if text else []
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return []
+    return value if isinstance(value, list) else []
 
 
 def nested_tuples(value: list[Any]) -> tuple[Any, ...]:
+    """The list as a tuple, as are the lists in it."""
     return tuple([nested_tuples(one) if isinstance(one, list) else one for one in value])
 
 
 def _read_memory(instants: list[Columns], first_ns: int) -> MemoryEvents:
+    """The memory events of all chunks, by time. first_ns: start of the first event by the file's clock."""
     if not instants:
-        none = np.empty(0, np.int64)
-        return MemoryEvents(none, none, none, none, none.astype(np.int16))
-    m = _join(instants, ("start_ns", *MEMORY_ARGS))
-    order = np.argsort(m["start_ns"], kind="stable")
-    order = order[m["start_ns"][order] != LOST_NS]
-    m = {name: column[order] for name, column in m.items()}
-    device = np.where(m["device_type"] == 0, -1, m["device"])
-    device = np.clip(device, -1, 2**15 - 1).astype(np.int16)
-    return MemoryEvents(m["start_ns"] - first_ns, m["num_bytes"], m["total_allocated"], m["total_reserved"], device)
+        return make_no_memory_events()
+    columns = _join(instants, ("start_ns", *MEMORY_ARGS))
+    _choose_rows(columns, columns["start_ns"] != LOST_NS)
+    order = np.argsort(columns["start_ns"], kind="stable")
+    columns = {name: column[order] for name, column in columns.items()}
+    is_host = columns["device_type"] == 0
+    device = np.where(is_host, -1, columns["device"])
+    device = np.clip(device, -1, 2**15 - 1)
+    return MemoryEvents(
+        time_ns=columns["start_ns"] - first_ns,
+        num_bytes=columns["num_bytes"],
+        total_allocated=columns["total_allocated"],
+        total_reserved=columns["total_reserved"],
+        device=device.astype(np.int16),
+    )

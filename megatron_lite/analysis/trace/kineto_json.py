@@ -2,6 +2,7 @@
 readable that the decoder refuses."""
 
 import contextlib
+import itertools
 import json
 import math
 import queue
@@ -113,9 +114,11 @@ _ARGS = {field.encode_name: field for field in msgspec.structs.fields(Args)}
 _TEXTS = ("collective", "dtype", "group")
 _NO_NUMBER = re.compile(rb'":(\s*)-?(?:nan|inf|NaN|Infinity)(?:\([a-z0-9]*\))?(?=\s*[,}])')
 _ESCAPE = re.compile(rb'\\(["\\/bfnrt]|u[0-9a-fA-F]{4})?')
-_HIGH, _LOW = rb"\\u[dD][89abAB][0-9a-fA-F]{2}", rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+_HIGH = rb"\\u[dD][89abAB][0-9a-fA-F]{2}"
+_LOW = rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 _HALF_CHARACTER = re.compile(rb"%b(?!%b)|(?<!%b)%b" % (_HIGH, _LOW, _HIGH, _LOW))
 _CONTROL_TO_SPACE = bytes(max(code, 32) for code in range(256))
+_MAX_LOOKED_AT = 64  # events whose times tell how many digits the others have
 
 
 def decode_events(text: bytes) -> Sequence[Event] | None:
@@ -123,14 +126,20 @@ def decode_events(text: bytes) -> Sequence[Event] | None:
     whole = b"".join((b"[", text, b"]"))
     for mending in (False, True):
         try:
-            whole = mend_json(whole) if mending else whole
+            if mending:
+                whole = mend_json(whole)
             events = _float_events.decode(whole)
-            # doubles above 2^43 us have no place for nanoseconds; whole microseconds are exact
-            fits = all(event.ts is None or event.ts < 2**43 or event.ts.is_integer() for event in events[:64])
-            return events if fits else _exact_events.decode(whole)
+            if all(map(_fits_double, events[:_MAX_LOOKED_AT])):
+                return events
+            return _exact_events.decode(whole)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             continue
     return None
+
+
+def _fits_double(event: FloatEvent) -> bool:
+    """Doubles above 2^43 us have no place for nanoseconds; whole microseconds are exact."""
+    return event.ts is None or event.ts < 2**43 or event.ts.is_integer()
 
 
 def mend_json(text: bytes) -> bytes:
@@ -146,7 +155,8 @@ def mend_json(text: bytes) -> bytes:
 
 def decode_event(text: bytes) -> Event | None:
     """One event whose fields may be of any type: what does not fit is left out; None for what is no event."""
-    if (events := decode_events(text)) and len(events) == 1 and events[0].ph:
+    events = decode_events(text) or ()
+    if len(events) == 1 and events[0].ph:
         return events[0]
     try:
         entry = json.loads(mend_json(text), strict=False)
@@ -155,17 +165,36 @@ def decode_event(text: bytes) -> Event | None:
     if not isinstance(entry, dict) or "ph" not in entry:
         return None
     args = entry.get("args")
-    args = args if isinstance(args, dict) else {}
-    ids = map(entry.get, ("pid", "tid"))
-    pid, tid = (one if one is None or isinstance(one, (int, str)) else str(one) for one in ids)
     return FloatEvent(
-        ph=str(entry["ph"]), cat=str(entry.get("cat", "")), name=str(entry.get("name", "")), pid=pid, tid=tid,
-        ts=_number(entry.get("ts")), dur=_number(entry.get("dur")),
-        args=Args(**{_ARGS[key].name: _fit_value(args[key], _ARGS[key]) for key in args if key in _ARGS}),
-    )  # fmt: skip
+        ph=str(entry["ph"]),
+        cat=str(entry.get("cat", "")),
+        name=str(entry.get("name", "")),
+        pid=_fit_id(entry.get("pid")),
+        tid=_fit_id(entry.get("tid")),
+        ts=_number(entry.get("ts")),
+        dur=_number(entry.get("dur")),
+        args=_fit_args(args) if isinstance(args, dict) else Args(),
+    )
+
+
+def _fit_id(value: Any) -> Id:
+    """The id; one of another type as a text."""
+    if value is None or isinstance(value, (int, str)):
+        return value
+    return str(value)
+
+
+def _fit_args(args: dict[str, Any]) -> Args:
+    """The known ones of the arguments, which may be of any type."""
+    fitted = {}
+    for key, value in args.items():
+        if key in _ARGS:
+            fitted[_ARGS[key].name] = _fit_value(value, _ARGS[key])
+    return Args(**fitted)
 
 
 def _fit_value(value: Any, field: msgspec.structs.FieldInfo) -> Any:
+    """The value as one of the field's type; its default where that cannot be."""
     if field.type is msgspec.Raw:
         return msgspec.Raw(json.dumps(value).encode())
     if field.name in _TEXTS:
@@ -175,10 +204,12 @@ def _fit_value(value: Any, field: msgspec.structs.FieldInfo) -> Any:
 
 
 def _number(value: Any) -> float | None:
+    """The value as a finite number; None for anything else."""
     try:
-        return float(value) if math.isfinite(float(value)) else None
+        number = float(value)
     except (TypeError, ValueError, OverflowError):
         return None
+    return number if math.isfinite(number) else None
 
 
 # --- the file in blocks of text, and these in chunks of whole events
@@ -195,7 +226,8 @@ _LEADING = re.compile(rb"[, \t\r\n]*")
 _MAX_HEADER_BYTES = 64 << 20
 _NEAR = 64 << 10  # how far before a chunk's end the last border between two events is looked for first
 _MAX_EVENT_BYTES = 64 << 20  # no event is that long: what is there is something else
-_MAX_ENDS, _MAX_PIECES = 8, 16
+_MAX_ENDS = 8
+_MAX_PIECES = 16
 
 
 class Chunks:
@@ -206,14 +238,20 @@ class Chunks:
     """
 
     def __init__(self, path: Path, block_bytes: int = BLOCK_BYTES):
-        self.path, self.block_bytes, self.cut = path, block_bytes, False
+        self.path = path
+        self.block_bytes = block_bytes
+        self.cut = False
         self.header: dict[str, Any] = {}
         self.damage: str | None = None
-        self.bytes_read = self._unreadable = 0
-        self._before, self._text, self._at = b"", b"", 0  # _at: place of _text in the file's text
+        self.bytes_read = 0
+        self._unreadable = 0
+        self._before = b""
+        self._text = b""
+        self._at = 0  # place of _text in the file's text
 
     def __iter__(self) -> Iterator[Sequence[Event]]:
-        blocks, ended = self._read_blocks(), False
+        blocks = self._read_blocks()
+        ended = False
         self._find_array(blocks)
         for block in blocks:
             self._text += block
@@ -253,7 +291,8 @@ class Chunks:
             raise TraceError(f"{self.path}: {error.strerror or error}; is this the right file?") from None
 
     def _unzip(self, file: BinaryIO) -> Iterator[bytes]:
-        read, stream = 0, zlib.decompressobj(wbits=31)
+        read = 0
+        stream = zlib.decompressobj(wbits=31)
         while zipped := stream.unconsumed_tail or file.read(self.block_bytes // 8):
             before = stream.copy()
             try:
@@ -288,9 +327,10 @@ class Chunks:
         for block in blocks:
             self._text += block
             start = self._text[:4096].lstrip()[:1]
-            found = (_BARE_ARRAY.match if start == b"[" else _ARRAY.search)(self._text)
+            found = _BARE_ARRAY.match(self._text) if start == b"[" else _ARRAY.search(self._text)
             if found:
-                self._before = self._text[: found.start()] if start == b"{" else b""
+                if start == b"{":
+                    self._before = self._text[: found.start()]
                 self._move(found.end())
                 return
             if start not in (b"{", b"[", b"") or len(self._text) > _MAX_HEADER_BYTES:
@@ -307,21 +347,32 @@ class Chunks:
 
     def _next_chunk(self, last: bool = False) -> tuple[Sequence[Event], bool]:
         """The next events, and whether their array ends there. `last`: no more text will come."""
-        text, leading = self._text, _LEADING.match(self._text)
+        text = self._text
+        leading = _LEADING.match(text)
         start = leading.end() if leading else 0
         if text.startswith(b"]", start):
             return [], True
-        for search_from in (max(len(text) - _NEAR, 0), 0):
-            if borders := [found.start() + 1 for found in _BETWEEN.finditer(text, search_from)]:
-                if (events := decode_events(text[start : borders[-1]])) is not None:
-                    self._move(borders[-1])
-                    return events, False
-                break
-        for number, end in enumerate(_END.finditer(text)):
-            if number < _MAX_ENDS and (events := decode_events(text[start : end.start() + 1])) is not None:
+        border = self._find_last_border()
+        if border:
+            events = decode_events(text[start:border])
+            if events is not None:
+                self._move(border)
+                return events, False
+        for end in itertools.islice(_END.finditer(text), _MAX_ENDS):
+            events = decode_events(text[start : end.start() + 1])
+            if events is not None:
                 self._move(end.end())
                 return events, True
         return self._decode_one_by_one(last)
+
+    def _find_last_border(self) -> int:
+        """Where the last event ends that another follows in the text; 0 for none."""
+        near = max(len(self._text) - _NEAR, 0)
+        for search_from in (near, 0):
+            borders = [found.start() + 1 for found in _BETWEEN.finditer(self._text, search_from)]
+            if borders:
+                return borders[-1]
+        return 0
 
     def _decode_one_by_one(self, last: bool) -> tuple[Sequence[Event], bool]:
         """The events of a chunk that holds something unreadable, which is left out."""

@@ -45,7 +45,8 @@ OF_A_DEVICE = re.compile(r"[a-z][a-z0-9]*_(runtime|driver|memcpy|memset|user_ann
 KIND_OF_PROCESS: dict[Id, Kind] = {"CPU functions": Kind.OP, "CUDA functions": Kind.KERNEL}
 # Of torch_npu, which writes no categories for what runs on the device and what called it:
 # kineto_json.py makes these of arguments.
-ASCEND_CALL, ASCEND_TASK = "Ascend call", "Ascend task "
+ASCEND_CALL = "Ascend call"
+ASCEND_TASK = "Ascend task "
 ASCEND_WAIT = re.compile(r"WAIT|RECORD|NOTIFY|WRITE_VALUE|PLACE_HOLDER|CMO|MAINTENANCE")
 ASCEND_COPY = re.compile(r"SDMA|DMA_SQE|MEMCPY")
 # Waiting that some devices record as work of a stream: MTIA's event_wait, Ascend's EVENT_WAIT and NOTIFY_WAIT.
@@ -56,6 +57,8 @@ ANNOTATION = re.compile(
     r"|(nccl|gloo|mpi|ucc|hccl):|DistributedDataParallel\.|## "
 )
 OPERATOR = re.compile(r"\w+::\w|.*Backward\d*\Z|(Enqueue|Dequeue)")
+NSYS_COPY = re.compile(r"\[?(cuda )?memcpy", re.IGNORECASE)
+NSYS_MEMSET = re.compile(r"\[?(cuda )?memset", re.IGNORECASE)
 # Events with a length that are no work of anybody, or that say again what other events say
 NO_WORK_CATEGORIES = re.compile(
     r"Trace$|cpu_instant_event|fwdbwd|forward_backward|async|ac2g|flow|enqueue|dequeue"
@@ -138,99 +141,190 @@ def find_kinds_and_devices(
     tracks: Tracks,
     memory_types: Iterable[int],
 ) -> Placed:
-    """Kinds in place of categories; device and stream of device work: its arguments, else its pid and tid; -1 for the
-    host's events."""
-    thread, category = columns["thread"], columns.pop("category")
-    kind = kinds_of_categories(categories)[category]
-    of_process = np.array([KIND_OF_PROCESS.get(pid, Kind.OTHER) for pid, _ in threads], np.uint8)
-    kind = np.where(kind == Kind.OTHER, of_process[thread], kind)
-    kind[(kind == Kind.OP) & _ask_names(ANNOTATION, names)[columns["name"]]] = Kind.ANNOTATION
+    """Find the kind, device and stream of every event.
+
+    Device and stream of device work are those of its arguments, else its pid and tid; -1 for the host's events.
+
+    Args:
+        columns: of all events; kinds take the place of categories.
+        names: of events.
+        threads: (process, thread) by number.
+        categories: by number.
+        tracks: names of processes and threads.
+        memory_types: types of the devices that memory was allocated on.
+    """
+    category = columns.pop("category")
     processes = [tracks.process(pid) for pid, _ in threads]
+    kind = _find_kinds(columns, threads, kinds_of_categories(categories)[category])
+    is_operator = kind == Kind.OP
+    kind[is_operator & _is_named(ANNOTATION, names, columns)] = Kind.ANNOTATION
     if "Ascend Hardware" in processes:
         _place_ascend(columns, kind, names, threads, processes)
-    _split_gaudi(kind, category, categories, thread, threads)
-    kind[(kind == Kind.KERNEL) & _ask_names(DEVICE_WAIT, names)[columns["name"]]] = Kind.SYNC
-    _split_nsys_copies(columns, kind, names, category, categories)
+    if "hpu_op" in categories:
+        is_hpu = category == categories.index("hpu_op")
+        _split_gaudi(kind, is_hpu, columns["thread"], threads)
+    is_kernel = kind == Kind.KERNEL
+    kind[is_kernel & _is_named(DEVICE_WAIT, names, columns)] = Kind.SYNC
+    if "cuda" in categories:
+        is_cuda = category == categories.index("cuda")
+        _split_nsys_copies(columns, kind, names, is_cuda)
     columns["kind"] = kind
-    _find_devices(columns, kind, threads)
-    operators = {names[number] for number in np.unique(columns["name"][kind == Kind.OP])}
-    used = (categories[number] or "" for number in np.unique(category))
-    accelerator = find_accelerator(used, set(processes), operators, memory_types)
-    return Placed(accelerator, _find_unread(columns, category, categories, threads, processes, tracks))
+    _find_devices(columns, threads)
+    numbers = np.unique(columns["name"][kind == Kind.OP])
+    operators = {names[number] for number in numbers}
+    used = [categories[number] or "" for number in np.unique(category)]
+    return Placed(
+        accelerator=find_accelerator(used, set(processes), operators, memory_types),
+        unread=_find_unread(columns, category, categories, threads, processes, tracks),
+    )
 
 
-def _ask_names(pattern: re.Pattern[str], names: Sequence[str]) -> Flags:
-    return np.fromiter((bool(pattern.match(name)) for name in names), bool, len(names))
+def _find_kinds(
+    columns: Columns,
+    threads: Sequence[tuple[Id, Id]],
+    kind: Integers,
+) -> Integers:
+    """uint8 [n]: the kind of each event by its category, else by its process. kind: by category."""
+    kinds = [KIND_OF_PROCESS.get(pid, Kind.OTHER) for pid, _ in threads]
+    kind_of_thread = np.array(kinds, np.uint8)
+    kind_by_process = kind_of_thread[columns["thread"]]
+    return np.where(kind == Kind.OTHER, kind_by_process, kind)
 
 
-def _find_devices(columns: Columns, kind: Integers, threads: Sequence[tuple[Id, Id]]) -> None:
-    on_device = np.isin(kind, (*DEVICE_KINDS, Kind.GPU_ANNOTATION))
-    for name, which, largest, dtype in (("device", 0, 2**15, np.int16), ("stream", 1, 2**31, np.int32)):
-        # 7 of 7, "7" and "stream 7"
-        found = [re.search(r"\d{1,18}$", str(ids[which])) for ids in threads]
-        place = np.array([int(number[0]) if number else -1 for number in found], np.int64)[columns["thread"]]
-        value = np.where(on_device & (columns[name] < 0), place, columns[name])
-        columns[name] = np.where((value >= 0) & (value < largest), value, -1).astype(dtype)
+def _is_named(pattern: re.Pattern[str], names: Sequence[str], columns: Columns) -> Flags:
+    """bool [n]: whether the pattern fits the name of each event; each distinct name is asked once."""
+    answers = (bool(pattern.match(name)) for name in names)
+    fits = np.fromiter(answers, bool, len(names))
+    return fits[columns["name"]]
+
+
+def _find_devices(columns: Columns, threads: Sequence[tuple[Id, Id]]) -> None:
+    """Complete the devices and streams of device work by its process' and thread's ids, and limit them."""
+    on_device = np.isin(columns["kind"], (*DEVICE_KINDS, Kind.GPU_ANNOTATION))
+    processes = _read_last_numbers(pid for pid, _ in threads)
+    device = _complete(columns["device"], on_device, processes[columns["thread"]])
+    columns["device"] = _limit(device, 2**15).astype(np.int16)
+    streams = _read_last_numbers(tid for _, tid in threads)
+    stream = _complete(columns["stream"], on_device, streams[columns["thread"]])
+    columns["stream"] = _limit(stream, 2**31).astype(np.int32)
+
+
+def _complete(given: Integers, chosen: Flags, others: Integers) -> Integers:
+    """The numbers; where none is given for a chosen event, the other's."""
+    is_missing = chosen & (given < 0)
+    return np.where(is_missing, others, given)
+
+
+def _limit(numbers: Integers, limit: int) -> Integers:
+    """The numbers below the limit; -1 for others."""
+    is_sound = (numbers >= 0) & (numbers < limit)
+    return np.where(is_sound, numbers, -1)
+
+
+def _read_last_numbers(ids: Iterable[Id]) -> Integers:
+    """int64 [k]: 7 for 7, "7" and "stream 7"; -1 for an id without a number at its end."""
+    numbers = []
+    for one in ids:
+        found = re.search(r"\d{1,18}$", str(one))
+        numbers.append(int(found[0]) if found else -1)
+    return np.array(numbers, np.int64)
 
 
 def _place_ascend(
-    columns: Columns, kind: Integers, names: tuple[str, ...], threads: Sequence[tuple[Id, Id]], processes: Sequence[str]
+    columns: Columns,
+    kind: Integers,
+    names: tuple[str, ...],
+    threads: Sequence[tuple[Id, Id]],
+    processes: Sequence[str],
 ) -> None:
-    """Kinds, devices and streams of a trace of torch_npu, whose tracks tell what its categories do not."""
-    name = columns["name"]
+    """Find kinds, devices and streams of a trace of torch_npu, whose tracks tell what its categories do not.
 
-    def on(*wanted: str) -> Flags:
-        """bool per event: is the name of its process one of these?"""
-        return np.array([process in wanted for process in processes], bool)[columns["thread"]]
+    Args:
+        columns: of all events; devices and streams are changed.
+        kind: [n], by category; is changed.
+        names: of events.
+        threads: (process, thread) by number.
+        processes: names of their processes.
+    """
 
-    tasks, talks = on("Ascend Hardware"), on("HCCL", "Communication")
-    kind[on("CANN") & (kind == Kind.OTHER)] = Kind.RUNTIME
-    kind[tasks & np.isin(kind, (Kind.OTHER, Kind.RUNTIME))] = Kind.KERNEL
+    def is_on(*wanted: str) -> Flags:
+        """bool [n]: whether the name of each event's process is one of these."""
+        is_wanted = np.array([process in wanted for process in processes], bool)
+        return is_wanted[columns["thread"]]
+
+    is_task = is_on("Ascend Hardware")
+    talks = is_on("HCCL", "Communication")
+    is_unknown = kind == Kind.OTHER
+    kind[is_unknown & is_on("CANN")] = Kind.RUNTIME
+    may_be_work = np.isin(kind, (Kind.OTHER, Kind.RUNTIME))
+    kind[is_task & may_be_work] = Kind.KERNEL
     kind[talks] = Kind.OTHER
-    collective = _ask_names(re.compile("hcom_"), names)[name]
+    is_collective = _is_named(re.compile("hcom_"), names, columns)
+    is_kernel = kind == Kind.KERNEL
     # collectives stand on a track of their own; some versions write them among the tasks
-    if not (tasks & collective & (kind == Kind.KERNEL)).any():
-        kind[talks & collective] = Kind.KERNEL
-    kind[(kind == Kind.OP) & ~_ask_names(OPERATOR, names)[name]] = Kind.ANNOTATION
-    _place_ascend_streams(columns, tasks, talks, threads, processes)
+    if not (is_kernel & is_task & is_collective).any():
+        kind[talks & is_collective] = Kind.KERNEL
+    is_operator = kind == Kind.OP
+    kind[is_operator & ~_is_named(OPERATOR, names, columns)] = Kind.ANNOTATION
+    hardware = set()
+    for (pid, _), process in zip(threads, processes):
+        if process == "Ascend Hardware":
+            hardware.add(pid)
+    _place_ascend_streams(columns, is_task, talks, threads, has_devices=len(hardware) > 1)
 
 
 def _place_ascend_streams(
-    columns: Columns, tasks: Flags, talks: Flags, threads: Sequence[tuple[Id, Id]], processes: Sequence[str]
+    columns: Columns,
+    is_task: Flags,
+    talks: Flags,
+    threads: Sequence[tuple[Id, Id]],
+    has_devices: bool,
 ) -> None:
-    """A process' number ends in its device's, a thread's is its stream's."""
-    hardware = {pid for (pid, _), process in zip(threads, processes) if process == "Ascend Hardware"}
-    device = np.array([pid & 31 if isinstance(pid, int) and len(hardware) > 1 else 0 for pid, _ in threads], np.int64)
-    stream = np.array([tid if isinstance(tid, int) else -1 for _, tid in threads], np.int64)[columns["thread"]]
-    columns["device"] = np.where(tasks | talks, device[columns["thread"]], columns["device"])
-    columns["stream"] = np.where(tasks, stream, np.where(talks, stream + HCCL_STREAMS, columns["stream"]))
+    """Find devices and streams: a process' number ends in its device's, a thread's is its stream's.
+
+    has_devices: several processes of devices are in the trace; else all work is device 0's.
+    """
+    devices = []
+    streams = []
+    for pid, tid in threads:
+        devices.append(pid & 31 if has_devices and isinstance(pid, int) else 0)
+        streams.append(tid if isinstance(tid, int) else -1)
+    device = np.array(devices, np.int64)[columns["thread"]]
+    stream = np.array(streams, np.int64)[columns["thread"]]
+    columns["device"] = np.where(is_task | talks, device, columns["device"])
+    of_others = np.where(talks, stream + HCCL_STREAMS, columns["stream"])
+    columns["stream"] = np.where(is_task, stream, of_others)
 
 
 def _split_gaudi(
     kind: Integers,
-    category: Integers,
-    categories: Sequence[str | None],
+    is_hpu: Flags,
     thread: Integers,
     threads: Sequence[tuple[Id, Id]],
 ) -> None:
-    """Gaudi's profiler writes one category for the device and for the host's calls:
-    these stand in the process of operators."""
-    if "hpu_op" not in categories:
-        return
-    hosts = {threads[number][0] for number in np.unique(thread[kind == Kind.OP])}
-    on_host = np.array([pid in hosts for pid, _ in threads], bool)[thread]
-    kind[(category == categories.index("hpu_op")) & on_host] = Kind.RUNTIME
+    """Tell apart what Gaudi's profiler writes as one category: the device's work and the host's calls.
+
+    The calls stand in the process of operators. kind: [n], is changed.
+    """
+    numbers = np.unique(thread[kind == Kind.OP])
+    hosts = {threads[number][0] for number in numbers}
+    is_host = np.array([pid in hosts for pid, _ in threads], bool)
+    kind[is_hpu & is_host[thread]] = Kind.RUNTIME
 
 
 def _split_nsys_copies(
-    columns: Columns, kind: Integers, names: tuple[str, ...], category: Integers, categories: Sequence[str | None]
+    columns: Columns,
+    kind: Integers,
+    names: tuple[str, ...],
+    is_cuda: Flags,
 ) -> None:
-    """What converters of nsys' exports write as "cuda": kernels, copies and memsets, told apart by name."""
-    if "cuda" not in categories:
-        return
-    mine = (category == categories.index("cuda")) & (kind == Kind.KERNEL)
-    for pattern, what in ((r"(?i)\[?(cuda )?memcpy", Kind.MEMCPY), (r"(?i)\[?(cuda )?memset", Kind.MEMSET)):
-        kind[mine & _ask_names(re.compile(pattern), names)[columns["name"]]] = what
+    """Tell apart by name what converters of nsys' exports write as "cuda": kernels, copies and memsets.
+
+    kind: [n], is changed.
+    """
+    mine = is_cuda & (kind == Kind.KERNEL)
+    kind[mine & _is_named(NSYS_COPY, names, columns)] = Kind.MEMCPY
+    kind[mine & _is_named(NSYS_MEMSET, names, columns)] = Kind.MEMSET
 
 
 def _find_unread(
@@ -241,41 +335,73 @@ def _find_unread(
     processes: Sequence[str],
     tracks: Tracks,
 ) -> tuple[str, ...]:
-    """Tracks of an accelerator, and any long track of its own of which nothing is read: beside device work only those
-    of processes that are no host's, whose threads do many things."""
-    kind, thread = columns["kind"], columns["thread"]
-    read_threads = set(np.unique(thread[~np.isin(kind, (Kind.OTHER, Kind.OVERHEAD))]).tolist())
+    """Describe tracks of which nothing is read.
+
+    They are those of an accelerator, and any long track of its own: beside device work only those of processes that are
+    no host's, whose threads do many things. The arguments are find_kinds_and_devices'; category: [n].
+    """
+    kind = columns["kind"]
+    thread = columns["thread"]
+    is_read = ~np.isin(kind, (Kind.OTHER, Kind.OVERHEAD))
+    read_threads = set(np.unique(thread[is_read]).tolist())
+    of_host = np.unique(thread[np.isin(kind, HOST_KINDS)])
+    host_processes = {threads[number][0] for number in of_host.tolist()}
     has_work = bool(np.isin(kind, DEVICE_KINDS).any())
-    host_processes = {threads[number][0] for number in np.unique(thread[np.isin(kind, HOST_KINDS)]).tolist()}
     counted: Counter[str] = Counter()
-    for number, of_category, events, share in _count_unread(columns, category):
-        said, process = categories[of_category] or "", processes[number]
+    for unread in _count_unread(columns, category):
+        said = categories[unread.category] or ""
+        process = processes[unread.thread]
         if NO_WORK_CATEGORIES.match(said) or NO_WORK_PROCESSES.match(process):
             continue
         owner = find_track_owner(f"{process} {said}")
-        pid, tid = threads[number]
+        pid, tid = threads[unread.thread]
         may_matter = not has_work or pid not in host_processes
-        matters = may_matter and number not in read_threads and share >= MIN_SHARE
+        is_own_track = unread.thread not in read_threads
+        matters = may_matter and is_own_track and unread.share >= MIN_SHARE
         if owner or matters:
             where = process or tracks.threads.get((pid, tid)) or f"{pid}, {tid}"
-            counted[_describe_track(owner, where, said)] += events
-    return tuple(f"events of {track} were not read: {events:,}" for track, events in counted.most_common(MAX_SENTENCES))
+            counted[_describe_track(owner, where, said)] += unread.events
+    sentences = []
+    for track, events in counted.most_common(MAX_SENTENCES):
+        sentences.append(f"events of {track} were not read: {events:,}")
+    return tuple(sentences)
 
 
-def _count_unread(columns: Columns, category: Integers) -> Iterator[tuple[int, int, int, float]]:
-    """(thread, category, events, share of the trace's time) of events with a length that no reader knows."""
-    start, end = columns["start_ns"], columns["end_ns"]
-    whole = max(int(end.max() - start.min()), 1)
-    rows = np.flatnonzero((columns["kind"] == Kind.OTHER) & (end > start))
-    keys, inverse = np.unique(np.stack((columns["thread"][rows], category[rows])), axis=1, return_inverse=True)
-    events = np.bincount(inverse.ravel(), minlength=keys.shape[1])
-    lengths = np.bincount(inverse.ravel(), (end - start)[rows], keys.shape[1])
-    for (thread, of_category), number, length in zip(keys.T.tolist(), events.tolist(), lengths.tolist()):
-        yield thread, of_category, number, length / whole
+@dataclass(frozen=True)
+class _Unread:
+    """Events with a length that no reader knows, of one thread and category."""
+
+    thread: int
+    category: int
+    events: int
+    share: float  # of the trace's time
+
+
+def _count_unread(columns: Columns, category: Integers) -> Iterator[_Unread]:
+    """Count the events with a length that no reader knows."""
+    start = columns["start_ns"]
+    lengths = columns["end_ns"] - start
+    whole = max(int(columns["end_ns"].max() - start.min()), 1)
+    is_unknown = columns["kind"] == Kind.OTHER
+    rows = np.flatnonzero(is_unknown & (lengths > 0))
+    pairs = np.stack((columns["thread"][rows], category[rows]))
+    keys, key_of_row = np.unique(pairs, axis=1, return_inverse=True)
+    # older versions of numpy give the inverse the shape of the pairs
+    key_of_row = key_of_row.ravel()
+    events = np.bincount(key_of_row, minlength=keys.shape[1])
+    sums = np.bincount(key_of_row, lengths[rows], keys.shape[1])
+    for at, (thread, of_category) in enumerate(keys.T.tolist()):
+        yield _Unread(
+            thread=thread,
+            category=of_category,
+            events=int(events[at]),
+            share=float(sums[at]) / whole,
+        )
 
 
 def _describe_track(owner: str, where: str, category: str) -> str:
     """ "the Ascend NPU, track 'NPU 1', category 'npu_task'"."""
-    parts = [f"the {owner}, track '{where}'" if owner else f"the track '{where}'"]
-    parts += [f"category '{category}'"] if category else []
-    return ", ".join(parts)
+    said = f"the {owner}, track '{where}'" if owner else f"the track '{where}'"
+    if category:
+        said += f", category '{category}'"
+    return said

@@ -33,9 +33,10 @@ class LaunchCall:
 def read_launch_calls() -> tuple[LaunchCall, ...]:
     """The table of calls."""
     rows = []
-    for line in Path(__file__).with_name("launch_calls.tsv").read_text(encoding="utf-8").splitlines():
+    text = Path(__file__).with_name("launch_calls.tsv").read_text(encoding="utf-8")
+    for line in text.splitlines():
         if line and not line.startswith("#"):
-            pattern, runtime, work = line.split("\t")[:3]
+            pattern, runtime, work, *_ = line.split("\t")
             rows.append(LaunchCall(re.compile(pattern), runtime, work))
     return tuple(rows)
 
@@ -43,7 +44,10 @@ def read_launch_calls() -> tuple[LaunchCall, ...]:
 @lru_cache(maxsize=4096)
 def find_launch_call(name: str) -> LaunchCall | None:
     """The row for a call of this name; None if the call starts nothing on a device."""
-    return next((row for row in read_launch_calls() if row.pattern.match(name)), None)
+    for row in read_launch_calls():
+        if row.pattern.match(name):
+            return row
+    return None
 
 
 @dataclass(frozen=True)
@@ -59,16 +63,19 @@ class Launches:
 def find_launches(trace: Trace, rows: Integers | None = None) -> list[Launches]:
     """The launches among `rows` of calls (None: all), by runtime and kind of work, most calls first."""
     calls = trace.rows[Kind.RUNTIME] if rows is None else rows
+    name_of_call = trace.events.name[calls]
     by_kind: dict[tuple[str, str], list[int]] = {}
-    for name in np.unique(trace.events.name[calls]).tolist():
+    for name in np.unique(name_of_call).tolist():
         row = find_launch_call(trace.names[name])
         if row is not None:
             by_kind.setdefault((row.runtime, row.work), []).append(name)
     found = []
     for (runtime, work), names in by_kind.items():
-        own = calls[np.isin(trace.events.name[calls], names)]
-        [(most, _)] = Counter(trace.events.name[own].tolist()).most_common(1)
-        found.append(Launches(runtime, work, own, trace.names[most]))
+        is_own = np.isin(name_of_call, names)
+        times = Counter(name_of_call[is_own].tolist())
+        [(most, _)] = times.most_common(1)
+        launches = Launches(runtime, work, calls[is_own], trace.names[most])
+        found.append(launches)
     return sorted(found, key=lambda one: -len(one.rows))
 
 
@@ -79,12 +86,14 @@ def count_lost(trace: Trace, launches: Launches) -> int:
     told.
     """
     correlation = trace.events.correlation
-    known = launches.rows[correlation[launches.rows] >= 0]
-    joined = np.isin(correlation[known], correlation[trace.device_rows])
-    share = joined.mean() if len(known) else 1.0
-    if launches.runtime not in ALWAYS_JOINED and (share == 0 or share > MIN_JOINED):
+    ids = correlation[launches.rows]
+    ids = ids[ids >= 0]
+    is_joined = np.isin(ids, correlation[trace.device_rows])
+    share = is_joined.mean() if len(ids) else 1.0
+    is_plausible = share == 0 or share > MIN_JOINED
+    if launches.runtime not in ALWAYS_JOINED and is_plausible:
         return 0
-    return int((~joined).sum())
+    return int((~is_joined).sum())
 
 
 def measure_early(trace: Trace, work: Integers) -> tuple[float, float]:
@@ -97,13 +106,17 @@ def measure_early(trace: Trace, work: Integers) -> tuple[float, float]:
     Returns:
         Its share of all work that is joined with a call, and how much before its call the median of it starts, us.
     """
-    events = trace.events
+    start_ns = trace.events.start_ns
     launched = work[trace.launch_of[work] >= 0]
     if not len(launched):
         return 0.0, 0.0
-    before_us = (events.start_ns[trace.launch_of[launched]] - events.start_ns[launched]) / 1e3
-    early = before_us > CLOCK_ERROR_US
-    return float(early.mean()), float(np.median(before_us[early])) if early.any() else 0.0
+    launch = trace.launch_of[launched]
+    before_us = (start_ns[launch] - start_ns[launched]) / 1e3
+    is_early = before_us > CLOCK_ERROR_US
+    if not is_early.any():
+        return 0.0, 0.0
+    median_us = np.median(before_us[is_early])
+    return float(is_early.mean()), float(median_us)
 
 
 def describe_early(trace: Trace, work: Integers) -> str:
@@ -120,6 +133,10 @@ def describe_early(trace: Trace, work: Integers) -> str:
 def describe_launches(launches: Launches) -> str:
     """'200 kernel launches (urEnqueueKernelLaunch)'."""
     number = len(launches.rows)
-    what = {"kernel": "kernel launch", "graph": "graph launch", "copy": "call for a copy"}[launches.work]
-    plural = "calls for copies" if launches.work == "copy" else f"{what}es"
-    return f"{number:,} {what if number == 1 else plural} ({launches.call})"
+    singular, plural = {
+        "kernel": ("kernel launch", "kernel launches"),
+        "graph": ("graph launch", "graph launches"),
+        "copy": ("call for a copy", "calls for copies"),
+    }[launches.work]
+    what = singular if number == 1 else plural
+    return f"{number:,} {what} ({launches.call})"

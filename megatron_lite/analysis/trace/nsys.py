@@ -18,12 +18,12 @@ from megatron_lite.analysis.trace.columns import (
     WHOLE_GRAPH,
     Events,
     Kind,
-    MemoryEvents,
     Numbered,
     Shapes,
     Trace,
     TraceError,
     build_events,
+    make_no_memory_events,
 )
 from megatron_lite.analysis.trace.diagnostics import tells_of_loss
 from megatron_lite.analysis.trace.kineto import nested_tuples
@@ -34,11 +34,26 @@ from megatron_lite.analysis.trace.nsys_gaps import (
     read_diagnostics,
 )
 
-_PUSH_POP, _START_END, _MARK = 59, 60, 34  # ENUM_NSYS_EVENT_TYPE
+# ENUM_NSYS_EVENT_TYPE
+_PUSH_POP = 59
+_START_END = 60
+_MARK = 34
 _OUR_MARK = re.compile(r"rank (\d+) of (\d+)\b")  # megatron_lite/instruments/nsys_range.py
 _MAX_NS = 4 * 10**18  # differences of such times still fit 64 bits
-_COLUMNS = ("name", "kind", "start", "end", "process", "thread", "device", "stream", "correlation", "num_bytes",
-            "shapes", "sequence")  # fmt: skip
+_COLUMNS = (
+    "name",
+    "kind",
+    "start",
+    "end",
+    "process",
+    "thread",
+    "device",
+    "stream",
+    "correlation",
+    "num_bytes",
+    "shapes",
+    "sequence",
+)
 
 # --- names as the profiler of PyTorch would write them, so that one analysis serves both
 
@@ -59,19 +74,35 @@ def parse_range(text: str) -> tuple[str, Kind, int, Shapes | None]:
     for operators, ANNOTATION for those that code named."""
     found = _EMITTED.match(text)
     if found is None or len(found["name"]) == len(text):
-        return text, Kind.OP if _OPERATOR.match(text) else Kind.ANNOTATION, -1, None
+        kind = Kind.OP if _OPERATOR.match(text) else Kind.ANNOTATION
+        return text, kind, -1, None
+    sequence = int(found["seq"] or -1)
+    return found["name"], Kind.OP, sequence, _parse_sizes(found["sizes"] or "")
+
+
+def _parse_sizes(text: str) -> Shapes | None:
+    """The shapes of "[[2, 3], [3, 4]]"; None for a text that is no list."""
     try:
-        dims = ast.literal_eval(found["sizes"] or "")
+        dims = ast.literal_eval(text)
     except (ValueError, SyntaxError, RecursionError, MemoryError):
-        dims = None
-    shapes = Shapes(nested_tuples(dims), ("",) * len(dims)) if dims and isinstance(dims, list) else None
-    return found["name"], Kind.OP, int(found["seq"] or -1), shapes
+        return None
+    if not dims or not isinstance(dims, list):
+        return None
+    return Shapes(nested_tuples(dims), dtypes=("",) * len(dims))
 
 
 def name_memcpy(copy: int, source: int, target: int) -> str:
-    """Memcpy HtoD (Pageable -> Device)."""
-    where = f"{_MEMORIES.get(source, 'Unknown')} -> {_MEMORIES.get(target, 'Unknown')}"
-    return f"Memcpy {_COPIES.get(copy, 'Unknown')} ({where})"
+    """Name a copy as kineto does: 'Memcpy HtoD (Pageable -> Device)'.
+
+    Args:
+        copy: its kind.
+        source: kind of memory that is read.
+        target: kind of memory that is written.
+    """
+    kind = _COPIES.get(copy, "Unknown")
+    read = _MEMORIES.get(source, "Unknown")
+    written = _MEMORIES.get(target, "Unknown")
+    return f"Memcpy {kind} ({read} -> {written})"
 
 
 # --- the tables of a report
@@ -82,56 +113,94 @@ class _Tables:
 
     def __init__(self, database: sqlite3.Connection):
         self.query = database.execute
-        tables = [name for (name,) in self.query("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')")]
-        quoted = {name: name.replace('"', '""') for name in tables}
-        self.columns = {name: {row[1] for row in self.query(f'PRAGMA table_info("{quoted[name]}")')} for name in tables}
-        self.is_nsys = "StringIds" in tables and (
-            "NVTX_EVENTS" in tables or any(name.startswith(("CUPTI_", "META_DATA_", "EXPORT_META")) for name in tables)
-        )
+        self.columns: dict[str, set[str]] = {}
+        tables = self.query("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')").fetchall()
+        for (table,) in tables:
+            quoted = table.replace('"', '""')
+            described = self.query(f'PRAGMA table_info("{quoted}")')
+            self.columns[table] = {row[1] for row in described}
+
+    @property
+    def is_nsys(self) -> bool:
+        """Did Nsight Systems write it?"""
+        if "StringIds" not in self.columns:
+            return False
+        prefixes = ("CUPTI_", "META_DATA_", "EXPORT_META")
+        return "NVTX_EVENTS" in self.columns or any(table.startswith(prefixes) for table in self.columns)
 
     def have(self, table: str, *columns: str) -> bool:
-        return set(columns) <= self.columns.get(table, set()) and table in self.columns
+        """Is the table there, with all of these columns?"""
+        return table in self.columns and self.columns[table].issuperset(columns)
 
     def integers(self, table: str, *columns: str) -> Integers:
-        """int64 [rows, columns]; -1 where a value or a column is missing; (0,
-        columns) for a table that is not there."""
+        """Read columns of a table.
+
+        Returns:
+            int64 [rows, columns]; -1 where a value or a column is missing; no rows for a table that is not there.
+        """
         if not self.have(table, "start", "end"):
             return np.empty((0, len(columns)), np.int64)
-        have = self.columns[table]
-        wanted = ", ".join(f"coalesce(CAST({name} AS INTEGER), -1)" if name in have else "-1" for name in columns)
-        rows = self.query(f"SELECT {wanted} FROM {table} WHERE start IS NOT NULL").fetchall()
+        wanted = []
+        for name in columns:
+            is_there = name in self.columns[table]
+            wanted.append(f"coalesce(CAST({name} AS INTEGER), -1)" if is_there else "-1")
+        rows = self.query(f"SELECT {', '.join(wanted)} FROM {table} WHERE start IS NOT NULL").fetchall()
         return np.array(rows, np.int64).reshape(-1, len(columns))
 
-    def nvtx(self) -> tuple[Integers, list[str], dict[int, str]]:
-        """(int64 [rows, 3]: start, end, thread of the ranges that ended; their texts; {process:
-        the mark that names its rank})."""
-        have = self.columns.get("NVTX_EVENTS", set())
-        registered = "(SELECT value FROM StringIds WHERE id = textId)"
-        texts = [text for name, text in (("text", "text"), ("textId", registered)) if name in have]
+    def text_of_nvtx(self) -> str:
+        """The expression for an NVTX event's text; '' where no event has one."""
+        texts = []
+        if self.have("NVTX_EVENTS", "text"):
+            texts.append("text")
+        if self.have("NVTX_EVENTS", "textId"):
+            texts.append("(SELECT value FROM StringIds WHERE id = textId)")
         if not texts or not self.have("NVTX_EVENTS", "start", "end", "eventType", "globalTid"):
-            return np.empty((0, 3), np.int64), [], {}
-        text = f"coalesce({', '.join(texts)}, NULL)"
+            return ""
+        return f"coalesce({', '.join(texts)}, NULL)"
+
+    def ranges(self) -> tuple[Integers, list[str]]:
+        """(int64 [rows, 3]: start, end, thread of the NVTX ranges that ended; their texts)."""
+        text = self.text_of_nvtx()
+        if not text:
+            return np.empty((0, 3), np.int64), []
         rows = self.query(
             f"SELECT CAST(start AS INTEGER), CAST(end AS INTEGER), coalesce(CAST(globalTid AS INTEGER), -1), {text} "
             "FROM NVTX_EVENTS WHERE eventType IN (?, ?) AND start IS NOT NULL AND end IS NOT NULL",
             (_PUSH_POP, _START_END),
-        ).fetchall()  # fmt: skip
-        rows = [row for row in rows if row[3]]
-        marks = self.query(
-            f"SELECT globalTid >> 24 & 0xffffff, {text} AS said FROM NVTX_EVENTS WHERE eventType = ? "
-            "AND said LIKE 'rank %'", (_MARK,),
-        )  # fmt: skip
-        return np.array([row[:3] for row in rows], np.int64).reshape(-1, 3), [str(row[3]) for row in rows], dict(marks)
+        ).fetchall()
+        numbers = []
+        texts = []
+        for start, end, thread, said in rows:
+            if said:
+                numbers.append((start, end, thread))
+                texts.append(str(said))
+        return np.array(numbers, np.int64).reshape(-1, 3), texts
+
+    def marks(self) -> dict[int, str]:
+        """{process: the NVTX mark that names its rank}."""
+        text = self.text_of_nvtx()
+        if not text:
+            return {}
+        return dict(
+            self.query(
+                f"SELECT globalTid >> 24 & 0xffffff, {text} AS said FROM NVTX_EVENTS WHERE eventType = ? "
+                "AND said LIKE 'rank %'",
+                (_MARK,),
+            )
+        )
 
     def clock_ns(self) -> int | None:
         """Nanoseconds since 1970 of the report's time 0, by the machine's clock; None where it does not say."""
         if not self.have("TARGET_INFO_SESSION_START_TIME", "utcEpochNs"):
             return None
         row = self.query("SELECT CAST(utcEpochNs AS INTEGER) FROM TARGET_INFO_SESSION_START_TIME").fetchone()
+        if not row or row[0] is None:
+            return None
         start = None
         if self.have("ANALYSIS_DETAILS", "startTime"):
             start = self.query("SELECT CAST(startTime AS INTEGER) FROM ANALYSIS_DETAILS").fetchone()
-        return None if not row or row[0] is None else int(row[0]) - int(start[0] or 0 if start else 0)
+        since_start = start[0] if start else None
+        return int(row[0]) - int(since_start or 0)
 
     def devices(self) -> tuple[str, ...]:
         """Names of the GPUs."""
@@ -141,11 +210,14 @@ class _Tables:
 
     def facts(self) -> dict[str, str]:
         """The version of the tool and of its tables."""
+        wanted = {
+            "EXPORT_PRODUCT_VERSION": "nsys_version",
+            "EXPORT_SCHEMA_VERSION": "nsys_schema",
+        }
         for table in ("META_DATA_EXPORT", "EXPORT_META_DATA"):
             if self.have(table, "name", "value"):
                 rows = dict(self.query(f"SELECT name, value FROM {table}"))
-                wanted = {"nsys_version": "EXPORT_PRODUCT_VERSION", "nsys_schema": "EXPORT_SCHEMA_VERSION"}
-                return {ours: str(rows[theirs]) for ours, theirs in wanted.items() if theirs in rows}
+                return {ours: str(rows[theirs]) for theirs, ours in wanted.items() if theirs in rows}
         return {}
 
 
@@ -170,9 +242,10 @@ def _read_processes(path: Path, tables: _Tables) -> tuple[Trace, ...]:
     """The traces of the report's processes, by process id."""
     names: Numbered[str] = Numbered()
     shapes: Numbered[Shapes] = Numbered()
-    ranges, marks = _read_ranges(tables, names, shapes)
-    pieces = [ranges, *_read_cuda(tables, names)]
-    columns = {key: np.concatenate([piece[key] for piece in pieces]) for key in _COLUMNS}
+    pieces = [_read_ranges(tables, names, shapes), *_read_cuda(tables, names)]
+    columns = {}
+    for key in _COLUMNS:
+        columns[key] = np.concatenate([piece[key] for piece in pieces])
     process = columns.pop("process")
     if not len(process):
         raise TraceError(f"{path}: no CUDA or NVTX events in it; trace with -t cuda,nvtx.")
@@ -180,7 +253,7 @@ def _read_processes(path: Path, tables: _Tables) -> tuple[Trace, ...]:
         file_name=path.name,
         names=tuple(names),
         shapes=tuple(shapes),
-        marks=marks,
+        marks=tables.marks(),
         devices=tables.devices(),
         clock_ns=tables.clock_ns(),
         facts=tables.facts(),
@@ -191,25 +264,36 @@ def _read_processes(path: Path, tables: _Tables) -> tuple[Trace, ...]:
         system_calls=tuple(find_system_calls(tables.query, tables.columns)),
         diagnostics=tuple(read_diagnostics(tables.query, tables.columns)),
     )
-    return tuple(
-        _build_trace(report, pid, {key: column[process == pid] for key, column in columns.items()})
-        for pid in np.unique(process).tolist()
-    )
+    traces = []
+    for pid in np.unique(process).tolist():
+        is_own = process == pid
+        own = {key: column[is_own] for key, column in columns.items()}
+        traces.append(_build_trace(report, pid, own))
+    return tuple(traces)
 
 
 def _read_ranges(
-    tables: _Tables, names: Numbered[str], shapes: Numbered[Shapes]
-) -> tuple[dict[str, Integers], dict[int, str]]:
-    """Columns of the ranges, which give numbers to `names` and `shapes`; and {process:
-    the mark that names its rank}."""
-    ranges, texts, marks = tables.nvtx()
-    parsed = {text: parse_range(text) for text in dict.fromkeys(texts)}
-    columns_of_text = {
-        text: (names[name], kind, sequence, shapes[dims] if dims else -1)
-        for text, (name, kind, sequence, dims) in parsed.items()
-    }
-    name, kind, sequence, shape = np.array([columns_of_text[text] for text in texts], np.int64).reshape(-1, 4).T
-    return _piece(ranges, name=name, kind=kind, sequence=sequence, shapes=shape), marks
+    tables: _Tables,
+    names: Numbered[str],
+    shapes: Numbered[Shapes],
+) -> dict[str, Integers]:
+    """Columns of the ranges, which give numbers to `names` and `shapes`."""
+    ranges, texts = tables.ranges()
+    # each distinct text is parsed once
+    numbers_of_text = {}
+    for text in dict.fromkeys(texts):
+        name, kind, sequence, dims = parse_range(text)
+        shape = shapes[dims] if dims else -1
+        numbers_of_text[text] = (names[name], kind, sequence, shape)
+    numbers = np.array([numbers_of_text[text] for text in texts], np.int64)
+    numbers = numbers.reshape(-1, 4)
+    return _piece(
+        ranges,
+        name=numbers[:, 0],
+        kind=numbers[:, 1],
+        sequence=numbers[:, 2],
+        shapes=numbers[:, 3],
+    )
 
 
 @dataclass(frozen=True)
@@ -232,15 +316,15 @@ def _build_trace(report: _Report, pid: int, columns: dict[str, Integers]) -> Tra
     """The trace of one process. columns: of its events."""
     events, thread_ids, first_ns, notes = _build_events(columns)
     mark = _OUR_MARK.match(report.marks.get(pid, ""))
-    diagnostics = tuple(text for owner, text in report.diagnostics if owner in (pid, None))
-    none = np.empty(0, np.int64)
+    diagnostics = _choose_own(report.diagnostics, pid)
+    clock_ns = report.clock_ns
     return Trace(
         source=f"{report.file_name} (process {pid})",
         writer="nsys",
         rank=int(mark[1]) if mark else None,
         world_size=int(mark[2]) if mark else None,
         devices=report.devices,
-        base_ns=None if report.clock_ns is None else report.clock_ns + first_ns,
+        base_ns=None if clock_ns is None else clock_ns + first_ns,
         with_stack=False,
         with_shapes=bool((events.shapes >= 0).any()),
         names=report.names,
@@ -248,7 +332,7 @@ def _build_trace(report: _Report, pid: int, columns: dict[str, Integers]) -> Tra
         shapes=report.shapes,
         collectives=(),
         events=events,
-        memory=MemoryEvents(none, none, none, none, none.astype(np.int16)),
+        memory=make_no_memory_events(),
         notes=(
             *notes,
             *(text for owner, text in report.system_calls if owner == pid),
@@ -256,10 +340,15 @@ def _build_trace(report: _Report, pid: int, columns: dict[str, Integers]) -> Tra
             *_describe_whole_graphs(events, report.names),
         ),
         facts=report.facts,
-        damage=tuple(_quote(text) for text in diagnostics if tells_of_loss(text)),
+        damage=tuple(map(_quote, filter(tells_of_loss, diagnostics))),
         diagnostics=diagnostics,
-        unread=tuple(text for owner, text in report.unread if owner in (pid, None)),
+        unread=_choose_own(report.unread, pid),
     )
+
+
+def _choose_own(told: tuple[tuple[int | None, str], ...], pid: int) -> tuple[str, ...]:
+    """What is told of that process, or of all."""
+    return tuple(text for owner, text in told if owner in (pid, None))
 
 
 def _quote(diagnostic: str) -> str:
@@ -269,9 +358,10 @@ def _quote(diagnostic: str) -> str:
 def _describe_whole_graphs(events: Events, names: tuple[str, ...]) -> list[str]:
     """What is known of CUDA graphs that are recorded as a whole."""
     kernels = events.name[events.kind == Kind.KERNEL]
-    graphs = int(
-        sum(np.count_nonzero(kernels == name) for name in set(kernels.tolist()) if WHOLE_GRAPH.match(names[name]))
-    )
+    graphs = 0
+    for name, times in zip(*np.unique(kernels, return_counts=True)):
+        if WHOLE_GRAPH.match(names[name]):
+            graphs += int(times)
     if not graphs:
         return []
     said = (
@@ -285,19 +375,32 @@ def _describe_whole_graphs(events: Events, names: tuple[str, ...]) -> list[str]:
 
 def _build_events(columns: dict[str, Integers]) -> tuple[Events, list[int], int, list[str]]:
     """(Events of one process, ids of its threads, start of the first in the report's time, notes)"""
-    first = int(columns["start"].min())
+    start = columns["start"]
+    end = np.maximum(columns["end"], start)
+    first = int(start.min())
     thread_ids, thread = np.unique(columns["thread"], return_inverse=True)
+    device = np.clip(columns["device"], -1, 2**15 - 1)
+    stream = np.clip(columns["stream"], -1, 2**31 - 1)
     nothing = np.full(len(thread), -1, np.int64)
-    with_gpu = np.isin(columns["kind"], (Kind.KERNEL, Kind.MEMCPY)).any()
-    events, notes = build_events({
-        "name": columns["name"].astype(np.int32), "kind": columns["kind"].astype(np.uint8),
-        "start_ns": columns["start"] - first, "end_ns": np.maximum(columns["end"], columns["start"]) - first,
-        "thread": thread.astype(np.int32), "device": np.clip(columns["device"], -1, 2**15 - 1).astype(np.int16),
-        "stream": np.clip(columns["stream"], -1, 2**31 - 1).astype(np.int32), "correlation": columns["correlation"],
-        "num_bytes": columns["num_bytes"], "shapes": columns["shapes"].astype(np.int32),
-        "collective": nothing.astype(np.int32), "sequence": columns["sequence"], "forward_thread": nothing,
-    })  # fmt: skip
-    if not with_gpu:
+    has_gpu_work = np.isin(columns["kind"], (Kind.KERNEL, Kind.MEMCPY)).any()
+    events, notes = build_events(
+        {
+            "name": columns["name"].astype(np.int32),
+            "kind": columns["kind"].astype(np.uint8),
+            "start_ns": start - first,
+            "end_ns": end - first,
+            "thread": thread.astype(np.int32),
+            "device": device.astype(np.int16),
+            "stream": stream.astype(np.int32),
+            "correlation": columns["correlation"],
+            "num_bytes": columns["num_bytes"],
+            "shapes": columns["shapes"].astype(np.int32),
+            "collective": nothing.astype(np.int32),
+            "sequence": columns["sequence"],
+            "forward_thread": nothing,
+        }
+    )
+    if not has_gpu_work:
         notes.append("no GPU work of this process is in the report")
     return events, thread_ids.tolist(), first, notes
 
@@ -317,17 +420,34 @@ def _read_cuda(tables: _Tables, names: Numbered[str]) -> list[dict[str, Integers
     ]
 
 
-def _number_names(names: Numbered[str], ids: Integers, name_of: Callable[[int], str]) -> Integers:
+def _number_names(
+    names: Numbered[str],
+    ids: Integers,
+    name_of: Callable[[int], str],
+) -> Integers:
     """Numbers of the names that `name_of` gives to ids; each distinct id is asked once."""
-    distinct, where = np.unique(ids, return_inverse=True)
-    return np.array([names[name_of(one)] for one in distinct.tolist()], np.int64)[where.reshape(-1)]
+    distinct, place = np.unique(ids, return_inverse=True)
+    numbers = [names[name_of(one)] for one in distinct.tolist()]
+    return np.array(numbers, np.int64)[place.reshape(-1)]
 
 
-def _read_runtime(tables: _Tables, names: Numbered[str], strings: dict[int, str]) -> dict[str, Integers]:
+def _read_runtime(
+    tables: _Tables,
+    names: Numbered[str],
+    strings: dict[int, str],
+) -> dict[str, Integers]:
     """Columns of the calls of the CUDA runtime."""
     rows = tables.integers("CUPTI_ACTIVITY_KIND_RUNTIME", "start", "end", "globalTid", "correlationId", "nameId")
-    name = _number_names(names, rows[:, 4], lambda one: _VERSION.sub("", strings.get(one, "")))
-    return _piece(rows, name=name, kind=Kind.RUNTIME, correlation=rows[:, 3])
+
+    def name_call(number: int) -> str:
+        return _VERSION.sub("", strings.get(number, ""))
+
+    return _piece(
+        rows,
+        name=_number_names(names, rows[:, 4], name_call),
+        kind=Kind.RUNTIME,
+        correlation=rows[:, 3],
+    )
 
 
 # columns that all tables of device work have; those of a single table follow them
@@ -336,24 +456,49 @@ _PLACE = ("start", "end", "globalPid", "deviceId", "streamId", "correlationId")
 
 def _device_piece(rows: Integers, kind: Kind, **columns: Integers | int) -> dict[str, Integers]:
     """Columns of device work. The first of `rows` are _PLACE."""
-    return _piece(rows, kind=kind, thread=-1, device=rows[:, 3], stream=rows[:, 4], correlation=rows[:, 5], **columns)
+    return _piece(
+        rows,
+        kind=kind,
+        thread=-1,
+        device=rows[:, 3],
+        stream=rows[:, 4],
+        correlation=rows[:, 5],
+        **columns,
+    )
 
 
-def _read_kernels(tables: _Tables, names: Numbered[str], strings: dict[int, str]) -> dict[str, Integers]:
+def _read_kernels(
+    tables: _Tables,
+    names: Numbered[str],
+    strings: dict[int, str],
+) -> dict[str, Integers]:
     """Columns of the kernels."""
     rows = tables.integers("CUPTI_ACTIVITY_KIND_KERNEL", *_PLACE, "demangledName", "shortName")
-    ids = np.where(rows[:, 6] >= 0, rows[:, 6], rows[:, 7])
-    name = _number_names(names, ids, lambda one: strings.get(one, "unknown kernel"))
-    return _device_piece(rows, Kind.KERNEL, name=name)
+    demangled = rows[:, 6]
+    ids = np.where(demangled >= 0, demangled, rows[:, 7])
+
+    def name_kernel(number: int) -> str:
+        return strings.get(number, "unknown kernel")
+
+    return _device_piece(rows, Kind.KERNEL, name=_number_names(names, ids, name_kernel))
 
 
 def _read_copies(tables: _Tables, names: Numbered[str]) -> dict[str, Integers]:
     """Columns of the copies."""
     rows = tables.integers("CUPTI_ACTIVITY_KIND_MEMCPY", *_PLACE, "bytes", "copyKind", "srcKind", "dstKind")
     # the three kinds, of a byte each, as one number
-    kinds = (rows[:, 7] & 255) << 16 | (rows[:, 8] & 255) << 8 | rows[:, 9] & 255
-    name = _number_names(names, kinds, lambda one: name_memcpy(one >> 16, one >> 8 & 255, one & 255))
-    return _device_piece(rows, Kind.MEMCPY, name=name, num_bytes=rows[:, 6])
+    copy, source, target = (rows[:, 7:10] & 255).T
+    kinds = copy << 16 | source << 8 | target
+
+    def name_copy(number: int) -> str:
+        return name_memcpy(number >> 16, number >> 8 & 255, number & 255)
+
+    return _device_piece(
+        rows,
+        Kind.MEMCPY,
+        name=_number_names(names, kinds, name_copy),
+        num_bytes=rows[:, 6],
+    )
 
 
 def _read_graphs(tables: _Tables, names: Numbered[str]) -> dict[str, Integers]:
@@ -363,8 +508,9 @@ def _read_graphs(tables: _Tables, names: Numbered[str]) -> dict[str, Integers]:
     piece = _device_piece(rows, Kind.KERNEL, name=name)
     # graphs whose kernels stand in the table of kernels, too, are not counted twice
     nodes = tables.integers("CUPTI_ACTIVITY_KIND_KERNEL", "correlationId", "graphNodeId")
-    known = np.isin(rows[:, 5], nodes[nodes[:, 1] > 0, 0])
-    return {key: column[~known] for key, column in piece.items()}
+    is_of_graph = nodes[:, 1] > 0
+    is_known = np.isin(rows[:, 5], nodes[is_of_graph, 0])
+    return {key: column[~is_known] for key, column in piece.items()}
 
 
 def _read_memsets(tables: _Tables, names: Numbered[str]) -> dict[str, Integers]:
@@ -382,6 +528,14 @@ def _read_synchronizations(tables: _Tables, names: Numbered[str]) -> dict[str, I
 
 def _piece(rows: Integers, **columns: Integers | int) -> dict[str, Integers]:
     """A table's columns; what it does not have is -1. The first three of `rows`: start, end, process or thread."""
-    times, place = np.clip(rows[:, :2], -_MAX_NS, _MAX_NS), rows[:, 2]
-    known = {"start": times[:, 0], "end": times[:, 1], "process": place >> 24 & 0xFFFFFF, "thread": place & 0xFFFFFF}
-    return {key: np.broadcast_to((known | columns).get(key, -1), len(rows)) for key in _COLUMNS}
+    start, end = np.clip(rows[:, :2], -_MAX_NS, _MAX_NS).T
+    # a process' number stands before its thread's
+    place = rows[:, 2]
+    known = {
+        "start": start,
+        "end": end,
+        "process": place >> 24 & 0xFFFFFF,
+        "thread": place & 0xFFFFFF,
+    }
+    known |= columns
+    return {key: np.broadcast_to(known.get(key, -1), len(rows)) for key in _COLUMNS}

@@ -31,7 +31,9 @@ OTHER_DATABASES = (
     ("a database of rocprofv3 (rocpd), which is not read; torch.profiler records a trace", re.compile(r"rocpd_")),
     ("a database of nvprof, which is not read; torch.profiler records a trace", re.compile(r"StringTable$")),
 )
-_WARNING, _ERROR = 2, 3  # ENUM_DIAGNOSTIC_SEVERITY_LEVEL
+# ENUM_DIAGNOSTIC_SEVERITY_LEVEL
+_WARNING = 2
+_ERROR = 3
 
 
 def find_unread_tables(query: Query, columns: Columns) -> Owned:
@@ -95,13 +97,18 @@ def read_diagnostics(query: Query, columns: Columns) -> Owned:
     if not texts or "severity" not in have:
         return []
     by_id = "(SELECT value FROM StringIds WHERE id = textId)"
-    text = f"coalesce({', '.join(by_id if name == 'textId' else name for name in texts)}, NULL)"
+    expressions = [by_id if name == "textId" else name for name in texts]
+    text = f"coalesce({', '.join(expressions)}, NULL)"
     owner = "globalPid >> 24 & 0xffffff" if "globalPid" in have else "NULL"
     rows = query(
         f"SELECT DISTINCT {owner}, CAST({text} AS TEXT), CAST(severity AS INTEGER) FROM DIAGNOSTIC_EVENT "
         "WHERE severity IN (?, ?)", (_WARNING, _ERROR),
     ).fetchall()  # fmt: skip
-    told = [(pid or None, " ".join(said.split())[:MAX_DIAGNOSTIC], level) for pid, said, level in rows if said]
+    told = []
+    for pid, said, level in rows:
+        if said:
+            shown = " ".join(said.split())[:MAX_DIAGNOSTIC]
+            told.append((pid or None, shown, level))
     told.sort(key=lambda one: (-one[2], -len(one[1]), one[1]))
     return [(pid, said) for pid, said, _ in told[:MAX_DIAGNOSTICS]]
 

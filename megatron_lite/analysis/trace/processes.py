@@ -6,14 +6,14 @@ collide. So each device's work is given to the process whose id it shares, or wh
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_lite.analysis.intervals import Flags, Integers, Numbers
-from megatron_lite.analysis.trace.columns import DEVICE_KINDS, Events, Kind, MemoryEvents, Trace
+from megatron_lite.analysis.trace.columns import DEVICE_KINDS, Events, Kind, Trace, make_no_memory_events
 
 MIN_SHARE = 0.01  # of the largest process' operators: less is no rank of a job
 CLEARLY = 0.2  # by so much of a device's work one process' calls must fit better than any other's
@@ -42,23 +42,41 @@ def split_processes(trace: Trace) -> tuple[Trace, ...]:
     names = sorted(set(pids), key=_sort_key)
     place = {pid: number for number, pid in enumerate(names)}
     pid_of_thread = np.array([place[pid] for pid in pids], np.int64)
+    # a trace without events may have no threads
     pid = pid_of_thread[trace.events.thread] if len(trace.events) else np.empty(0, np.int64)
     found = _find_processes(trace, pid, len(names))
     if len(found) < 2:
-        return (_tell_mixed_steps(trace),)
-    own_names = [names[number] for number in found]
+        return (_add_damage(trace, _find_mixed_steps(trace)),)
     owners = _find_owners(trace, pid, names, found)
     if owners is None:
-        who = f"the file holds {len(found)} processes, whose device work cannot be separated"
-        return (replace(trace, cores=None, notes=(*trace.notes, who), damage=(*trace.damage, who)),)
+        damage = f"the file holds {len(found)} processes, whose device work cannot be separated"
+        without_cores = replace(trace, cores=None)
+        return (_add_damage(without_cores, [damage]),)
+    own_names = [names[number] for number in found]
     ranks = find_ranks(own_names)
-    return tuple(_take_process(trace, owners, number, own_names, ranks[number]) for number in range(len(found)))
+    traces = []
+    for number, rank in enumerate(ranks):
+        traces.append(_take_process(trace, owners, number, own_names, rank))
+    return tuple(traces)
+
+
+def _add_damage(trace: Trace, damage: Iterable[str]) -> Trace:
+    """The trace with more damage, which is noted, too; `trace` itself if there is none."""
+    told = tuple(damage)
+    if not told:
+        return trace
+    return replace(
+        trace,
+        notes=(*trace.notes, *told),
+        damage=(*trace.damage, *told),
+    )
 
 
 def _sort_key(pid: str) -> tuple[str, int]:
-    """Ids by what stands before their number, then by it."""
+    """Key that orders ids by what stands before their number, then by it."""
     number = _LAST_NUMBER.search(pid)
-    return _LAST_NUMBER.sub("", pid), int(number[0]) if number else UNKNOWN
+    before = _LAST_NUMBER.sub("", pid)
+    return before, int(number[0]) if number else UNKNOWN
 
 
 def _find_processes(trace: Trace, pid: Integers, count: int) -> list[int]:
@@ -83,59 +101,100 @@ def _find_processes(trace: Trace, pid: Integers, count: int) -> list[int]:
 def find_ranks(pids: Sequence[str]) -> list[int | None]:
     """The rank in each id; None for all where they do not tell: "[TP03-DP01] 4711" does not."""
     named = [_DIMENSION.findall(pid) for pid in pids]
-    if all(len(one) == 1 for one in named) and len({one[0][1] for one in named}) == len(pids):
-        return [int(one[0][1]) for one in named]
+    if all(len(one) == 1 for one in named):
+        # of (dimension, number)
+        numbers = [int(one[0][1]) for one in named]
+        written = {one[0][1] for one in named}
+        if len(written) == len(pids):
+            return [*numbers]
     if sorted(pids) == sorted(map(str, range(len(pids)))):
         return [int(pid) for pid in pids]
     return [None] * len(pids)
 
 
-def _find_owners(trace: Trace, pid: Integers, names: list[str], found: list[int]) -> Owners | None:
-    """None where work of devices cannot be told apart."""
-    prefixes = [_LAST_NUMBER.sub("", names[number]).strip() for number in found]
-    by_prefix = {prefix: number for number, prefix in enumerate(prefixes) if prefix and prefixes.count(prefix) == 1}
-    owner_of_pid = np.full(len(names), UNKNOWN)
-    for number, name in enumerate(names):
-        owner_of_pid[number] = by_prefix.get(_LAST_NUMBER.sub("", name).strip(), UNKNOWN)
-    owner_of_pid[found] = np.arange(len(found))
-    process = owner_of_pid[pid]
+def _find_owners(
+    trace: Trace,
+    pid: Integers,
+    names: list[str],
+    found: list[int],
+) -> Owners | None:
+    """Find the process of each event.
+
+    Args:
+        trace: all events.
+        pid: [n], the number of each event's id.
+        names: the ids.
+        found: numbers of the ids that are processes.
+
+    Returns:
+        None where work of devices cannot be told apart.
+    """
+    process = _find_owners_of_ids(names, found)[pid]
     on_device = np.isin(trace.events.kind, (*DEVICE_KINDS, Kind.SYNC, Kind.GPU_ANNOTATION))
-    loose = np.unique(pid[on_device & (process == UNKNOWN)]).tolist()
-    groups = [np.flatnonzero(on_device & (pid == number)) for number in loose]
+    is_loose = on_device & (process == UNKNOWN)
+    groups = []
+    for number in np.unique(pid[is_loose]).tolist():
+        groups.append(np.flatnonzero(on_device & (pid == number)))
     if not groups:
         return Owners(process)
-    fits = np.stack([_find_fitting(trace, np.flatnonzero(process == number)) for number in range(len(found))])
-    work = np.isin(trace.events.kind, DEVICE_KINDS)
-    shares = np.stack(
-        [fits[:, rows[work[rows]]].mean(axis=1) if work[rows].any() else np.zeros(len(found)) for rows in groups]
-    )
-    chosen = _choose_processes(shares)
+    fitting = [_find_fitting(trace, process == number) for number in range(len(found))]
+    fits = np.stack(fitting)
+    is_work = np.isin(trace.events.kind, DEVICE_KINDS)
+    shares = [_measure_fitting(fits, rows[is_work[rows]]) for rows in groups]
+    chosen = _choose_processes(np.stack(shares))
     doubt = ""
-    if len(groups) == len(found) and (chosen == UNKNOWN).any():
+    is_unknown = chosen == UNKNOWN
+    if is_unknown.any() and len(groups) == len(found):
         # by order: the first process of a machine drives its first device
-        chosen[chosen == UNKNOWN] = np.setdiff1d(np.arange(len(found)), chosen)
+        chosen[is_unknown] = np.setdiff1d(np.arange(len(found)), chosen)
         doubt = (
             "device work is assigned to processes in the order of their ids: "
             "the launch calls of several match it equally well"
         )
-    if (chosen != UNKNOWN).all():
-        for rows, number in zip(groups, chosen.tolist()):
-            process[rows] = number
-        return Owners(process, doubt)
-    return _tell_apart_by_call(process, np.concatenate(groups), fits, work)
+    if (chosen == UNKNOWN).any():
+        return _tell_apart_by_call(process, np.concatenate(groups), fits, is_work)
+    for rows, number in zip(groups, chosen.tolist()):
+        process[rows] = number
+    return Owners(process, doubt)
 
 
-def _find_fitting(trace: Trace, host: Integers) -> Flags:
-    """bool [n]: whether one of the calls among `host` has the event's correlation id,
-    and begins before the event does."""
+def _find_owners_of_ids(names: list[str], found: list[int]) -> Integers:
+    """int64 [ids]: the process whose id has the same text before its number, if it is the only one; else UNKNOWN."""
+    prefixes = [_LAST_NUMBER.sub("", name).strip() for name in names]
+    own_prefixes = [prefixes[number] for number in found]
+    owner = np.full(len(names), UNKNOWN)
+    for number, prefix in enumerate(prefixes):
+        if prefix and own_prefixes.count(prefix) == 1:
+            owner[number] = own_prefixes.index(prefix)
+    owner[found] = np.arange(len(found))
+    return owner
+
+
+def _measure_fitting(fits: NDArray[np.bool_], work: Integers) -> Numbers:
+    """float [processes]: the share of the device work that the calls of each process fit. fits: [processes, n]."""
+    if not len(work):
+        return np.zeros(len(fits))
+    shares: Numbers = fits[:, work].mean(axis=1)
+    return shares
+
+
+def _find_fitting(trace: Trace, is_host: Flags) -> Flags:
+    """bool [n]: whether a call has the event's correlation id, and begins before the event does.
+
+    is_host: [n], the events among which calls count.
+    """
     events = trace.events
-    calls = host[(events.kind[host] == Kind.RUNTIME) & (events.correlation[host] >= 0)]
-    calls = calls[np.argsort(events.correlation[calls], kind="stable")]
+    calls = trace.rows[Kind.RUNTIME]
+    calls = calls[is_host[calls]]
+    calls = calls[events.correlation[calls] >= 0]
     if not len(calls):
         return np.zeros(len(events), bool)
-    at = np.minimum(np.searchsorted(events.correlation[calls], events.correlation), len(calls) - 1)
+    calls = calls[np.argsort(events.correlation[calls], kind="stable")]
+    at = np.searchsorted(events.correlation[calls], events.correlation)
+    at = np.minimum(at, len(calls) - 1)
     call = calls[at]
-    fits: Flags = (events.correlation[call] == events.correlation) & (events.start_ns[call] <= events.start_ns)
+    has_same_id = events.correlation[call] == events.correlation
+    fits: Flags = has_same_id & (events.start_ns[call] <= events.start_ns)
     return fits
 
 
@@ -155,56 +214,82 @@ def _choose_processes(shares: Numbers) -> Integers:
     while found_more:
         found_more = False
         for group in np.flatnonzero(chosen == UNKNOWN).tolist():
-            candidates = np.flatnonzero(free)
-            ordered = candidates[np.argsort(-shares[group, candidates], kind="stable")]
-            best, *others = shares[group, ordered].tolist()
-            if best >= MIN_FITTING and best - max(others, default=0.0) >= CLEARLY:
-                chosen[group] = ordered[0]
-                free[ordered[0]] = not one_each
+            best = _find_clearly_best(shares[group], np.flatnonzero(free))
+            if best != UNKNOWN:
+                chosen[group] = best
+                free[best] = not one_each
                 found_more = True
     return chosen
 
 
-def _tell_apart_by_call(process: Integers, rows: Integers, fits: NDArray[np.bool_], work: Flags) -> Owners | None:
-    """Each event to the only process with a call that fits; None where too many have several or none."""
-    one = fits[:, rows].sum(axis=0) == 1
-    told = rows[one]
+def _find_clearly_best(shares: Numbers, candidates: Integers) -> int:
+    """The process among the candidates whose calls fit clearly more of a device's work; UNKNOWN for none.
+
+    shares: [processes].
+    """
+    by_share = np.argsort(-shares[candidates], kind="stable")
+    ordered = candidates[by_share]
+    best, *others = shares[ordered].tolist()
+    next_best = max(others, default=0.0)
+    if best < MIN_FITTING or best - next_best < CLEARLY:
+        return UNKNOWN
+    return int(ordered[0])
+
+
+def _tell_apart_by_call(
+    process: Integers,  # [n], of each event; is changed
+    rows: Integers,  # [k], events of devices
+    fits: NDArray[np.bool_],  # [processes, n], whether a call of the process fits the event
+    is_work: Flags,  # [n]
+) -> Owners | None:
+    """Give each event to the only process with a call that fits; None where too many have several or none."""
+    has_one = fits[:, rows].sum(axis=0) == 1
+    told = rows[has_one]
     process[told] = fits[:, told].argmax(axis=0)
-    doubt = "several processes share one device id: work that overlaps on a stream was cut"
-    return Owners(process, doubt) if one[work[rows]].mean() >= MIN_TOLD_APART else None
+    if has_one[is_work[rows]].mean() < MIN_TOLD_APART:
+        return None
+    return Owners(process, "several processes share one device id: work that overlaps on a stream was cut")
 
 
-def _take_process(trace: Trace, owners: Owners, number: int, names: list[str], rank: int | None) -> Trace:
-    chosen = owners.process == number
-    events = Events(**{one.name: getattr(trace.events, one.name)[chosen] for one in fields(Events)})
-    none = np.empty(0, np.int64)
-    doubt = (owners.doubt,) if owners.doubt else ()
-    return replace(
+def _take_process(
+    trace: Trace,
+    owners: Owners,
+    number: int,
+    names: list[str],
+    rank: int | None,
+) -> Trace:
+    """The trace of the process with that number. names: of all processes."""
+    is_own = owners.process == number
+    columns = {}
+    for one in fields(Events):
+        columns[one.name] = getattr(trace.events, one.name)[is_own]
+    world_size = trace.world_size
+    if rank is not None:
+        world_size = world_size or len(names)
+    own = replace(
         trace,
         source=f"{trace.source} (process {names[number]})",
         rank=rank,
-        world_size=trace.world_size or (len(names) if rank is not None else None),
-        events=events,
-        memory=MemoryEvents(none, none, none, none, none.astype(np.int16)),
+        world_size=world_size or None,
+        events=Events(**columns),
+        memory=make_no_memory_events(),
         # the header that was kept is one rank's, and does not say whose
         cores=None,
-        notes=(*trace.notes, *doubt),
-        damage=(*trace.damage, *doubt),
     )
-
-
-def _tell_mixed_steps(trace: Trace) -> Trace:
-    """The trace, with a line of damage where marks of the same step overlap: processes were merged under one id."""
-    doubt = tuple(_find_mixed_steps(trace))
-    return replace(trace, notes=(*trace.notes, *doubt), damage=(*trace.damage, *doubt)) if doubt else trace
+    return _add_damage(own, [owners.doubt] if owners.doubt else [])
 
 
 def _find_mixed_steps(trace: Trace) -> Iterator[str]:
-    events, ranges = trace.events, trace.rows[Kind.ANNOTATION]
-    rows = ranges[trace.passing(_STEP.match, Kind.ANNOTATION)[events.name[ranges]]]
-    rows = rows[np.lexsort((events.start_ns[rows], events.name[rows]))]
-    same = events.name[rows][1:] == events.name[rows][:-1]
-    overlaps = same & (events.start_ns[rows][1:] < events.end_ns[rows][:-1])
-    if overlaps.any():
-        name = trace.name_of(rows[1:][overlaps][0])
+    """A line of damage where marks of the same step overlap: processes were merged under one id."""
+    events = trace.events
+    rows = trace.find_named(_STEP.match, Kind.ANNOTATION)
+    order = np.lexsort((events.start_ns[rows], events.name[rows]))
+    rows = rows[order]
+    earlier = rows[:-1]
+    later = rows[1:]
+    is_same = events.name[earlier] == events.name[later]
+    overlaps = events.start_ns[later] < events.end_ns[earlier]
+    mixed = later[is_same & overlaps]
+    if len(mixed):
+        name = trace.name_of(mixed[0])
         yield f"several processes share one process id ({name} overlaps itself), and cannot be separated"

@@ -100,18 +100,40 @@ def readers(paths: Sequence[Path], work: Work[Result], say: Say = say_nothing) -
     Of each file so many events are read that all of them take half of this machine's memory at most; a part too small
     says nothing. Several files are read and worked on in a process each, so that `work` must be a module's function.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    memory, workers, total_bytes = read_machine().memory_bytes, min(cores, len(paths)), sum(map(file_bytes, paths))
-    max_events = MAX_EVENTS
-    if memory:
-        max_events = min(MAX_EVENTS, max(memory // 2 // BYTES_PER_EVENT // max(len(paths), 1), MIN_EVENTS))
+    max_events = _find_max_events(len(paths))
+    workers = min(_count_cores(), len(paths))
+    total_bytes = sum(map(file_bytes, paths))
     if workers > 1 and total_bytes >= MIN_BYTES_SAID:
         return _work_in_processes(paths, work, workers, max_events, say)
-    numbers = (f"{number} of {len(paths)}" for number in range(1, len(paths) + 1))
-    return (_make_reader(path, work, number, max_events, say) for path, number in zip(paths, numbers))
+    return (
+        _make_reader(path, work, f"{number} of {len(paths)}", max_events, say) for number, path in enumerate(paths, 1)
+    )
 
 
-def _make_reader(path: Path, work: Work[Result], which: str, max_events: int, say: Say) -> Callable[[], Result]:
+def _count_cores() -> int:
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _find_max_events(files: int) -> int:
+    """How many events are read of each of so many files."""
+    memory_bytes = read_machine().memory_bytes
+    if not memory_bytes:
+        return MAX_EVENTS
+    fitting = memory_bytes // 2 // BYTES_PER_EVENT // max(files, 1)
+    return min(MAX_EVENTS, max(fitting, MIN_EVENTS))
+
+
+def _make_reader(
+    path: Path,
+    work: Work[Result],
+    which: str,
+    max_events: int,
+    say: Say,
+) -> Callable[[], Result]:
+    """Make the function that reads one file; it says how far it is. which: '1 of 3'."""
     num_bytes = file_bytes(path)
     title = f"{path.name} ({which}, {size(num_bytes)})"
 
