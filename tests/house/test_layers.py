@@ -92,7 +92,7 @@ UNFOLDED = {
     "train": 9.8,
     "analysis/memory": 10.1,
     "analysis/time": 10.1,
-    "analysis/trace": 10.1,
+    "analysis/trace": 10.0,
     "analysis/kernels": 9.5,
     "analysis/run": 9.8,
     "analysis/compare": 10.0,
