@@ -4,12 +4,12 @@ from megatron_lite.config.args import EXPLICIT_BACKENDS
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.cpu_kernels.rules import explicit_is_faster, skips_future_scores
 
-# How attention is computed: scores stay in registers; are written down; are written down, but for most of the future ones; are
-# written down in fp32, with fp32 copies of queries, keys and values, as torch's fallback does
-# (aten::_scaled_dot_product_attention_math).
-FUSED = "fused"
-UNFUSED = "unfused"
-CAUSAL = "causal"
+# How attention is computed.
+FUSED = "fused"  # scores stay in registers
+UNFUSED = "unfused"  # scores are written down
+CAUSAL = "causal"  # the same, but for most of the future ones
+# in fp32, with fp32 copies of queries, keys and values, as torch's fallback does
+# (aten::_scaled_dot_product_attention_math)
 MATH = "math"
 MAX_FLASH_HEAD = 256  # channels
 FLASH_HEAD_STEP = 8  # channels: flash pads heads of another width

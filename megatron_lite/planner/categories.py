@@ -1,4 +1,7 @@
-"""What formulas say that each category of a memory snapshot takes: run.json holds it, and a report sets it beside what was measured."""
+"""What formulas say that each category of a memory snapshot takes.
+
+run.json holds it, and a report sets it beside what was measured.
+"""
 
 from collections import Counter
 from dataclasses import replace
@@ -30,7 +33,7 @@ def _set_recomputation(plan: Plan, granularity: str | None) -> Plan:
 
 
 def _share_tokens(plan: Plan, shares: bool) -> Plan:
-    """The plan with its tokens between attention and MLP shared among tensor parallel ranks, or kept by each of them."""
+    """The plan with tokens between attention and MLP shared among tensor parallel ranks, or kept by each of them."""
     return replace(plan, layout=replace(plan.layout, sequence_parallel=shares))
 
 
@@ -56,12 +59,16 @@ def _list_states(plan: Plan) -> list[CategoryBytes]:
     is_sharded = plan.sharding is not None
     state: Counter[str] = Counter()
     for group in groups:
-        state.update(
-            state_bytes(
-                group.number, plan.precision, plan.fp32_gradients, optimizer.optimizer,
-                optimizer.sgd_momentum > 0, group.ranks, is_sharded,
-            )
-        )  # fmt: skip
+        of_group = state_bytes(
+            parameters=group.number,
+            precision=plan.precision,
+            fp32_gradients=plan.fp32_gradients,
+            optimizer=optimizer.optimizer,
+            momentum=optimizer.sgd_momentum > 0,
+            ranks=group.ranks,
+            is_sharded=is_sharded,
+        )
+        state.update(of_group)
     if not is_sharded:
         state["moments"] = FP32 * count_moments(plan)
         if plan.precision != "fp32" and not plan.fp32_gradients:
@@ -72,9 +79,9 @@ def _list_states(plan: Plan) -> list[CategoryBytes]:
     if len({group.ranks for group in groups}) > 1:
         among += f", of experts / {groups[1].ranks}"
     found = []
+    held = sum(group.number / group.ranks for group in groups)
     for category, num_bytes in state.items():
         # all groups have as many bytes of each parameter
-        held = sum(group.number / group.ranks for group in groups)
         formula = f"{round(num_bytes / held)} bytes x {count(parameters)} parameters{among}"
         if category == "gradients":
             # as a snapshot's highest counts them
@@ -84,15 +91,23 @@ def _list_states(plan: Plan) -> list[CategoryBytes]:
 
 
 def _count_waiting_layers(plan: Plan, micro_batches: int) -> tuple[int, int]:
-    """(layers of all micro-batches that wait for their backward when that is most, those of them that keep their input only)."""
+    """Count the layers of all micro-batches that wait for their backward, when these are most.
+
+    Returns:
+        (layers, those of them that keep their input only).
+    """
     stage = plan.stage
     found = []
     for number, others in stage.list_fullest(micro_batches):
-        waiting = [*others]
-        waiting[number] += 1
-        sizes = [len(chunk) for chunk in stage.chunks]
-        layers = sum(times * size for times, size in zip(waiting, sizes))
-        recomputed = sum(times * plan.count_recomputed(size) for times, size in zip(waiting, sizes))
+        layers = 0
+        recomputed = 0
+        for place, chunk in enumerate(stage.chunks):
+            waiting = others[place]
+            if place == number:
+                # and the running one
+                waiting += 1
+            layers += waiting * len(chunk)
+            recomputed += waiting * plan.count_recomputed(len(chunk))
         found.append((layers, recomputed))
     return max(found)
 

@@ -1,7 +1,7 @@
 """Memory of a layer of experts in closed form, if each expert gets as many tokens (expert_load.py).
 
-Sums of the tensors of model/experts.py and parallel/expert_parallel.py. Bytes are for each token of a micro-batch, as in
-memory.py: where ranks share out the tokens, a rank routes only its own.
+Sums of the tensors of model/experts.py and parallel/expert_parallel.py. Bytes are for each token of a micro-batch, as
+in memory.py: where ranks share out the tokens, a rank routes only its own.
 
 Letters: H hidden, F width of an expert, K experts of a token, E experts.
 """
@@ -68,7 +68,10 @@ def _count_results(load: ExpertLoad) -> int:
 
 
 def count_inner(batch: MicroBatch) -> int:
-    """Tensors of F that an expert keeps: of its activation function, its result, and that weighed by the expert's share."""
+    """Tensors of F that an expert keeps.
+
+    They are of its activation function, the result of this, and that result weighed by the expert's share.
+    """
     e, _ = _get_experts(batch)
     weighed = 0 if e.probs_on_input else 1
     return KEPT_BY_ACTIVATION.get(batch.shape.activation, 1) + 1 + weighed
@@ -114,40 +117,48 @@ def list_expert_peaks(batch: MicroBatch, stream: int, kept: Counter[str]) -> Ite
         stream: Bytes of gradients of hidden states.
         kept: What the layer's forward keeps.
     """
-    e, _ = _get_experts(batch)
+    e, load = _get_experts(batch)
     hidden = _measure_rows(batch, batch.shape.hidden_size)
     inner = _measure_rows(batch, e.ffn_hidden_size)
     gathered = _measure_gathered(batch)
     first, second = count_expert_weights(batch)
     # gradients on their way to experts: all ranks' and this rank's rows of them, or rows before and after
     coming = max(gathered + hidden, 2 * hidden)
-    yield "combine", kept + Counter({"gradients of activations": stream + coming}), 0
+    yield "combine", _hold(kept, stream + coming), 0
     kept = kept - Counter({EXPERT_RESULTS: kept[EXPERT_RESULTS]})
-    quantized = int(batch.count_fp8_gradients(batch.shape.hidden_size) * _get_experts(batch)[1].rows) // batch.shares
-    coming = stream + hidden + inner + quantized
-    yield "experts.linear_fc2", kept + Counter({"gradients of activations": coming}), second
+    quantized = int(batch.count_fp8_gradients(batch.shape.hidden_size) * load.rows) // batch.shares
+    yield "experts.linear_fc2", _hold(kept, stream + hidden + inner + quantized), second
     # what linear_fc2 has used is gone
-    weighed = kept - Counter(
-        {EXPERT_MLP: 0 if e.probs_on_input else inner - _count_saved_rows(batch, e.ffn_hidden_size)}
-    )
-    yield "experts.activation", weighed + Counter({"gradients of activations": stream + 3 * inner}), second
+    used = 0 if e.probs_on_input else inner - _count_saved_rows(batch, e.ffn_hidden_size)
+    weighed = kept - Counter({EXPERT_MLP: used})
+    yield "experts.activation", _hold(weighed, stream + 3 * inner), second
     inputs = kept - Counter({EXPERT_MLP: kept[EXPERT_MLP]})
     rows = _measure_rows(batch, batch.shape.count_fc1_rows(e.ffn_hidden_size))
-    yield "experts.linear_fc1", inputs + Counter({"gradients of activations": stream + hidden + rows}), first + second
+    yield "experts.linear_fc1", _hold(inputs, stream + hidden + rows), first + second
     if gathered:
         outside = inputs - Counter({EXPERT_INPUTS: kept[EXPERT_INPUTS]})
-        yield "dispatch", outside + Counter({"gradients of activations": stream + gathered + hidden}), first + second
+        yield "dispatch", _hold(outside, stream + gathered + hidden), first + second
+
+
+def _hold(kept: Counter[str], gradients: int) -> Counter[str]:
+    """What a layer holds: what it kept, and bytes of gradients of activations."""
+    return kept + Counter({"gradients of activations": gradients})
 
 
 def count_expert_weights(batch: MicroBatch) -> tuple[int, int]:
     """Elements of both matrices of a layer's experts on this rank."""
     e, _ = _get_experts(batch)
-    second = e.local_number * e.ffn_hidden_size * batch.shape.hidden_size
-    return e.local_number * batch.shape.count_fc1_rows(e.ffn_hidden_size) * batch.shape.hidden_size, second
+    columns = e.local_number * batch.shape.hidden_size
+    first = columns * batch.shape.count_fc1_rows(e.ffn_hidden_size)
+    second = columns * e.ffn_hidden_size
+    return first, second
 
 
 def measure_exchanged(batch: MicroBatch) -> int:
-    """Bytes that a layer's forward holds when experts are done, besides what it keeps: tokens and results of each way."""
+    """Bytes that a layer's forward holds when experts are done, besides what it keeps.
+
+    They are tokens and results of each way.
+    """
     _, load = _get_experts(batch)
     hidden = _measure_rows(batch, batch.shape.hidden_size)
     if load.sends:

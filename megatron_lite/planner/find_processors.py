@@ -16,16 +16,25 @@ def find_processor(text: str) -> Processor:
     """
     known = [one for one in PROCESSORS if one.memory_gib]
     wanted = _split_name(text)
-    fitting = [
-        one for one in known if wanted[:1] == _split_name(one.name)[:1] and {*wanted} <= {*_split_name(one.name)}
-    ]
-    exact = [one for one in fitting if {*wanted} == {*_split_name(one.name)}]
-    found = next(iter(exact + fitting), None) or match_processor(text) or _find_by_beginning(wanted, known)
+    found = _find_by_words(wanted, known) or match_processor(text) or _find_by_beginning(wanted, known)
     if found is None or found not in known:
         # without what a shell would not take
         names = [one.name.partition(" (")[0] for one in known]
         raise UserError(f"GPU '{text}': not in the table; take one of {', '.join(names)}.")
     return found
+
+
+def _find_by_words(wanted: list[str], known: list[Processor]) -> Processor | None:
+    """The first one that has all words, and the model's name among them first; one without other words comes before."""
+    fitting = []
+    for one in known:
+        words = _split_name(one.name)
+        if wanted[:1] != words[:1] or not {*wanted} <= {*words}:
+            continue
+        if {*wanted} == {*words}:
+            return one
+        fitting.append(one)
+    return fitting[0] if fitting else None
 
 
 MIN_BEGINNING = 3  # letters and digits of "MI300", "H10"
@@ -37,8 +46,11 @@ def _find_by_beginning(wanted: list[str], known: list[Processor]) -> Processor |
     if len(first) < MIN_BEGINNING or not re.search(r"\d", first):
         return None
     others = {*wanted[1:]}
-    begins = [one for one in known if _split_name(one.name)[:1] and _split_name(one.name)[0].startswith(first)]
-    return next((one for one in begins if others <= {*_split_name(one.name)}), None)
+    for one in known:
+        words = _split_name(one.name)
+        if words and words[0].startswith(first) and others <= {*words}:
+            return one
+    return None
 
 
 MAX_WORDS_OF_NAME = 5  # "NVIDIA A100 SXM 80 GB"
@@ -72,7 +84,11 @@ def find_processors(words: list[str]) -> list[Processor]:
 
 def _split_name(name: str) -> list[str]:
     """'NVIDIA A100-SXM4-80GB' -> ['a100', 'sxm', '80']: what tells boards apart."""
-    words = re.findall(r"[a-z0-9]+", name.lower())
-    words = [re.sub(r"^(\d+)gi?b$", r"\1", re.sub(r"^sxm\d$", "sxm", word)) for word in words]
-    words = [re.sub(r"^rtx(?=\d)", "", word) for word in words]
-    return [word for word in words if word not in _NO_MODEL]
+    words = []
+    for word in re.findall(r"[a-z0-9]+", name.lower()):
+        word = re.sub(r"^sxm\d$", "sxm", word)
+        word = re.sub(r"^(\d+)gi?b$", r"\1", word)
+        word = re.sub(r"^rtx(?=\d)", "", word)
+        if word not in _NO_MODEL:
+            words.append(word)
+    return words

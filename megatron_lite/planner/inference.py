@@ -44,7 +44,15 @@ def predict_inference(
     processor: Processor | None = None,
     cache_bytes: int = CACHE_BYTES["bf16"],
 ) -> InferencePrediction:
-    """Memory and speed of generating text. tokens: of each sequence; seq_length if None. cache_bytes: of one element of the cache."""
+    """Predict memory and speed of generating text.
+
+    Args:
+        shape: The model.
+        batch: Sequences at once.
+        tokens: Of each sequence; None: as many as in training.
+        processor: The GPU; None: only memory is predicted.
+        cache_bytes: Of one element of the cache.
+    """
     tokens = shape.seq_length if tokens is None else tokens
     number = count_parameters(shape)
     weights = []
@@ -56,8 +64,8 @@ def predict_inference(
         f"{count(tokens)} tokens x {count(batch)} sequences x {cache_bytes} bytes"
     )
     cache_size = count_kv_cache_bytes(shape, batch, tokens, cache_bytes)
-    # every weight that takes part is read once for the whole batch, the cache wholly; of tables a token reads one row only,
-    # but a tied word embedding is the output matrix, too
+    # every weight that takes part is read once for the whole batch, the cache wholly; of tables a token reads one row
+    # only, but a tied word embedding is the output matrix, too
     words = 0 if shape.tied_embeddings else shape.padded_vocab_size
     positions = shape.max_position_embeddings if shape.position_embedding == "learned_absolute" else 0
     token_rows = []

@@ -1,7 +1,7 @@
 """Memory of a training step in closed form: an estimate within 3% of what the real step takes, and without torch.
 
-Sums of the few tensors that decide, by flag. The exact answer is megatron_lite/planner/walk, which walks the real model and step
-without data; tests hold the two side by side.
+Sums of the few tensors that decide, by flag. The exact answer is megatron_lite/planner/walk, which walks the real model
+and step without data; tests hold the two side by side.
 """
 
 from collections import Counter
@@ -68,7 +68,7 @@ SENT = "hidden states on their way between stages"
 # Bytes for each token, by row. What a function here returns is kept for its next call: add to it, never change it.
 Held = Counter[str]
 CountRecomputed = Callable[[int], int]  # of a chunk of so many layers, how many keep their input only
-# Micro-batches whose layers are remembered: a search asks for one of them with many layouts before it goes on to the next.
+# Micro-batches whose layers are remembered: a search asks for one of them with many layouts before it goes on.
 CACHED_BATCHES = 64
 
 
@@ -90,8 +90,11 @@ class _Copies:
 
 
 def _find_copies(batch: MicroBatch) -> _Copies:
-    """What the kernel copies: what heads share, and, where a product takes sequences and heads as one dimension, what has
-    tokens between them."""
+    """What attention's kernel copies.
+
+    It copies what heads share, and, where a product takes sequences and heads as one dimension, what has tokens between
+    them.
+    """
     shape = batch.shape
     heads = shape.num_attention_heads
     one_bytes = batch.element_bytes * shape.kernel_width
@@ -164,8 +167,9 @@ def _keep_result(batch: MicroBatch) -> Held:
     held = Held({ATTENTION: projected_bytes})
     copies = batch.fp8 is not None and batch.fp8.copies_attention_result
     if batch.attention != FUSED:
-        # which the output projection alone keeps
-        held[ATTENTION] -= batch.count_fp8_savings(shape.attention_width) if copies else 0
+        if copies:
+            # which the output projection alone keeps
+            held[ATTENTION] -= batch.count_fp8_savings(shape.attention_width)
         return held
     if copies:
         held[LINEAR_INPUTS] += batch.count_fp8_copy(shape.attention_width)
@@ -199,11 +203,14 @@ def _keep_queries_and_keys(batch: MicroBatch, copies: _Copies) -> Held:
         held[QKV] += 2 * each * keys * batch.context
     if _makes_own_queries(batch):
         own = ROTARY if shape.rotates else QKV
-        held[own] += 0 if copies.queries else each * shape.kernel_width
-        held[own] += 0 if copies.keys else each * keys
+        if not copies.queries:
+            held[own] += each * shape.kernel_width
+        if not copies.keys:
+            held[own] += each * keys
     if shape.rotates and each < FP32:
         # cosines and sines, for queries and for keys, which sequences share
-        held[ROTARY] += 4 * each * int(shape.rotary_width * shape.rotary_percent) // batch.size
+        rotated = int(shape.rotary_width * shape.rotary_percent)
+        held[ROTARY] += 4 * each * rotated // batch.size
     return held
 
 
@@ -240,8 +247,11 @@ def _keep_query_norms(batch: MicroBatch) -> Held:
     if not shape.qk_layernorm:
         return Held()
     width = shape.attention_width + _count_key_width(batch)
-    own = batch.element_bytes * width if _normalizes_views(batch) else 0
-    return Held({NORMS: batch.norm_bytes(width, shape.num_attention_heads + shape.num_query_groups) - own})
+    rows = shape.num_attention_heads + shape.num_query_groups
+    num_bytes = batch.norm_bytes(width, rows)
+    if _normalizes_views(batch):
+        num_bytes -= batch.element_bytes * width
+    return Held({NORMS: num_bytes})
 
 
 def _keep_projection(batch: MicroBatch, copies: _Copies) -> Held:
@@ -270,14 +280,16 @@ def _measure_scores(batch: MicroBatch) -> tuple[int, list[int]]:
     shape = batch.shape
     is_math = batch.attention == MATH
     length = shape.seq_length
-    positions = shape.num_attention_heads * (
-        count_scores(length) // length if batch.attention == CAUSAL else count_keys(length, batch.context)
-    )
+    keys = count_keys(length, batch.context)
+    if batch.attention == CAUSAL:
+        keys = count_scores(length) // length
+    positions = shape.num_attention_heads * keys
     each = FP32 if is_math or batch.attends_in_fp32 else batch.element_bytes
     wide = FP32 if shape.softmax_in_fp32 or shape.query_key_layer_scaling else each
     kept = [wide * positions]
     if shape.attention_dropout:
-        kept += [each * positions, (each if batch.on_cpu else 1) * positions]
+        mask = each if batch.on_cpu else 1
+        kept += [each * positions, mask * positions]
     elif wide > each:
         kept.append(each * positions)
     if batch.masked and not is_math:
@@ -293,23 +305,33 @@ def _keep_layer(batch: MicroBatch) -> Held:
 
     A squared relu keeps relu's result instead of its input; swiglu both halves, silu's result and the product.
     """
-    shape = batch.shape
     held = _keep_until_scores(batch).copy()
-    inner = (4 if shape.activation == "swiglu" else 2) * shape.ffn_hidden_size
-    held[SCORES] += 0 if batch.recomputes_attention else sum(_measure_scores(batch)[1])
+    if not batch.recomputes_attention:
+        _, kept_scores = _measure_scores(batch)
+        held[SCORES] += sum(kept_scores)
     held.update({NORMS: batch.hidden_norm_bytes, MASKS: 2 * batch.mask_bytes})
-    of_mlp = batch.element_bytes * inner - batch.count_fp8_savings(shape.ffn_hidden_size)
-    mlp = Held({LINEAR_INPUTS: batch.saved_input_bytes, MLP: of_mlp})
-    held.update(mlp if batch.load is None else _mix_with_experts(batch, mlp))
+    mlp = _keep_mlp(batch)
+    if batch.load is None:
+        held.update(mlp)
+        return held
+    # what layers keep on average, where some of them have experts in the place of an MLP
+    held.update(_scale(mlp, 1 - batch.expert_share))
+    held.update(_scale(keep_experts(batch), batch.expert_share))
     return held
 
 
-def _mix_with_experts(batch: MicroBatch, mlp: Held) -> Held:
-    """What layers keep on average in the place of an MLP, where some of them have experts. mlp: what an MLP keeps."""
-    share = batch.expert_share
-    mixed = Held({name: int(number * (1 - share)) for name, number in mlp.items()})
-    mixed.update({name: int(number * share) for name, number in keep_experts(batch).items()})
-    return mixed
+def _keep_mlp(batch: MicroBatch) -> Held:
+    """What an MLP keeps, its input among it."""
+    shape = batch.shape
+    inner_tensors = 4 if shape.activation == "swiglu" else 2
+    num_bytes = batch.element_bytes * inner_tensors * shape.ffn_hidden_size
+    num_bytes -= batch.count_fp8_savings(shape.ffn_hidden_size)
+    return Held({LINEAR_INPUTS: batch.saved_input_bytes, MLP: num_bytes})
+
+
+def _scale(held: Held, share: float) -> Held:
+    """A share of each row."""
+    return Held({name: int(num_bytes * share) for name, num_bytes in held.items()})
 
 
 def _keep_layers(batch: MicroBatch, number: int, recomputed: int) -> list[tuple[Held, int]]:
@@ -327,7 +349,10 @@ def _keep_ends(batch: MicroBatch, starts: bool, ends: bool) -> Held:
 
 
 def _keep_for_weights(batch: MicroBatch, stage: Stage) -> Held:
-    """What a layer's backward leaves where gradients of weights are computed later: what went into its products, and gradients of what came out."""
+    """What a layer's backward leaves where gradients of weights are computed later.
+
+    It leaves what went into its products, and gradients of what came out.
+    """
     if not stage.splits_backward:
         return Held()
     shape = batch.shape
@@ -343,7 +368,9 @@ def _keep_for_weights(batch: MicroBatch, stage: Stage) -> Held:
 def _list_waiting(
     batch: MicroBatch, stage: Stage, others: list[int], micro_batches: int, count_recomputed: CountRecomputed
 ) -> Iterator[LedgerRow]:
-    """What a stage holds of micro-batches besides the running one; the latest sent, the next asked for, and between chunks another.
+    """What a stage holds of micro-batches besides the running one.
+
+    The latest sent and the next asked for are among it, and between chunks another.
 
     Args:
         others: Micro-batches that wait for the backward of each chunk.
@@ -358,7 +385,8 @@ def _list_waiting(
         yield from _list_kept(batch, len(chunk), count_recomputed(len(chunk)), waiting)
         # where chunks are equal, all stand for the first as well
         embeds = stage.is_first if stage.has_equal_chunks else stage.starts(number)
-        yield from _list_rows(batch, Held({MASKS: batch.mask_bytes if embeds else 0}), 1, waiting)
+        if embeds:
+            yield from _list_rows(batch, Held({MASKS: batch.mask_bytes}), 1, waiting)
     _, delayed = stage.count_held(micro_batches)
     yield from _list_rows(batch, _keep_for_weights(batch, stage), delayed * len(stage.chunks[-1]))
     # the next one asked for, the one between chunks, and those on their way
@@ -373,9 +401,11 @@ def _list_rows(batch: MicroBatch, held: Held, layers: int = 1, micro_batches: in
     tokens = f"{of_batches}{of_layers}{count(batch.tokens)} tokens"
     number = micro_batches * layers * batch.tokens
     for name, each in held.items():
-        if each:
-            category = "workspace" if name == GRADIENTS else "activations"
-            yield LedgerRow(category, name, number * each, f"{tokens} x {count(each)} bytes")
+        if not each:
+            continue
+        category = "workspace" if name == GRADIENTS else "activations"
+        formula = f"{tokens} x {count(each)} bytes"
+        yield LedgerRow(category, name, number * each, formula)
 
 
 @lru_cache(maxsize=16 * CACHED_BATCHES)
@@ -450,8 +480,9 @@ def _find_mlp_peaks(batch: MicroBatch) -> Iterator[tuple[str, Held]]:
     stream = _count_stream(batch)
     dropped = stream if shape.hidden_dropout else 0
     width = stream + dropped + _count_gathered(batch) + inner
-    in_fp32 = batch.describe_wide(hidden, inner)[0] // batch.tokens
-    yield "linear_fc2", kept + Held({GRADIENTS: each * width + in_fp32 + batch.count_fp8_gradients(hidden)})
+    in_fp32, _ = batch.describe_wide(hidden, inner)
+    gradients = each * width + in_fp32 // batch.tokens + batch.count_fp8_gradients(hidden)
+    yield "linear_fc2", kept + Held({GRADIENTS: gradients})
     # forward's result is one of them
     inner_tensors = {"swiglu": 2, "squared_relu": 3}
     if shape.activation in inner_tensors:
@@ -490,7 +521,8 @@ def _find_attention_peaks(batch: MicroBatch) -> Iterator[Held]:
     elif batch.attention == CAUSAL:
         # by blocks of queries, of which the last one comes first and is the largest
         block = each * shape.num_attention_heads * min(QUERY_BLOCK, shape.seq_length)
-        yield kept + Held({SCORES: sum(scores), GRADIENTS: each * (stream + 4 * wide) + block})
+        gradients = each * (stream + 4 * wide) + block
+        yield kept + Held({SCORES: sum(scores), GRADIENTS: gradients})
     else:
         for held in _find_written_scores_peaks(batch, probabilities, scores):
             yield kept + held
@@ -518,20 +550,23 @@ def _find_written_scores_peaks(batch: MicroBatch, probabilities: int, scores: li
 
 
 def _measure_fp32_attention(batch: MicroBatch) -> int:
-    """Bytes for each token that the backward of a fused kernel of a CPU holds in fp32, where it is given 16-bit numbers.
+    """Bytes for each token that the backward of a CPU's fused kernel holds in fp32, where it is given 16-bit numbers.
 
-    Queries, result and the gradients of both, of one chunk of the sequence; keys, values and their gradients, of all of it;
-    and the chunk's mask.
+    Queries, result and the gradients of both, of one chunk of the sequence; keys, values and their gradients, of all of
+    it; and the chunk's mask.
     """
-    shape = batch.shape
     chunks = 1 if batch.context == 1 else len(batch.chunks)
-    keys = shape.num_query_groups * shape.kv_channels
+    of_queries = 4 * batch.shape.kernel_width // chunks
+    of_keys = 4 * batch.shape.num_query_groups * batch.shape.kv_channels * batch.context
     masks = int(batch.largest_chunk_share * batch.masked_chunk_scores) // batch.tokens
-    return FP32 * (4 * shape.kernel_width // chunks + 4 * keys * batch.context + masks)
+    return FP32 * (of_queries + of_keys + masks)
 
 
 def _list_gelu_pieces(batch: MicroBatch) -> list[LedgerRow]:
-    """What GELU holds while it computes in blocks (cpu_kernels/gelu.py): its input, and buffers in fp32; [] where it does not."""
+    """What GELU holds while it computes in blocks (cpu_kernels/gelu.py); [] where it does not.
+
+    It holds its input, and buffers in fp32.
+    """
     shape = batch.shape
     if shape.activation != "gelu_tanh" or not batch.on_cpu or not gelu_works_in_blocks(batch.element_bytes):
         return []
@@ -547,7 +582,10 @@ def _list_gelu_pieces(batch: MicroBatch) -> list[LedgerRow]:
 
 
 def _list_loss(batch: MicroBatch) -> list[LedgerRow]:
-    """The logits, kept for backward; in 16 bits, and where ranks split them, an fp32 copy of some rows, which becomes softmax."""
+    """The logits, kept for backward, and what the loss works in.
+
+    In 16 bits, and where ranks split them, it works in an fp32 copy of some rows, which becomes softmax.
+    """
     words = batch.shape.padded_vocab_size
     each = batch.element_bytes
     formula = f"{each} bytes x {count(batch.tokens)} tokens x {count(words)} entries"
@@ -616,15 +654,23 @@ def _list_update_moments(plan: Plan, always: list[LedgerRow]) -> Iterator[Listed
 def plan_batch(plan: Plan) -> MicroBatch:
     """The micro-batch of the plan's rank."""
     a = plan.args
-    layout = plan.layout
     batch = plan_micro_batch(
-        plan.shape, a.training.micro_batch_size, plan.precision, plan.device, a.model.attention_backend,
-        plan.masks_attention, a.model.recompute_granularity, plan.world.threads, layout,
-        compute_expert_share(plan), plan_expert_load(plan),
-    )  # fmt: skip
+        plan.shape,
+        a.training.micro_batch_size,
+        plan.precision,
+        plan.device,
+        a.model.attention_backend,
+        masked=plan.masks_attention,
+        recompute=a.model.recompute_granularity,
+        threads=plan.world.threads,
+        layout=plan.layout,
+        expert_share=compute_expert_share(plan),
+        load=plan_expert_load(plan),
+    )
     if plan.fp8 is None:
         return batch
-    return replace(batch, fp8=plan.fp8, fp8_share=len(plan.fp8_layers) / max(len(plan.stage.layers), 1))
+    fp8_share = len(plan.fp8_layers) / max(len(plan.stage.layers), 1)
+    return replace(batch, fp8=plan.fp8, fp8_share=fp8_share)
 
 
 @dataclass(frozen=True)
@@ -732,7 +778,10 @@ class _ChunkOfLayers:
 
     @property
     def output_gradient(self) -> int:
-        """Elements of the output layer's gradient while layers below compute theirs; a tied one waits for the embedding's."""
+        """Elements of the output layer's gradient while layers below compute theirs.
+
+        That of a tied one waits for the embedding's.
+        """
         if self.stage.is_last and (self.gradients_stay or self.is_tied):
             return self.matrix
         return 0
@@ -810,14 +859,13 @@ def _list_layer_moments(chunk: _ChunkOfLayers) -> Iterator[ListedMoment]:
 
 
 def _list_operations(chunk: _ChunkOfLayers, layer: int) -> Iterator[tuple[str, Held, int, int]]:
-    """(operation, what a layer holds there, its sum, elements of its new gradients of weights) of a layer's backward."""
+    """List the operations of a layer's backward.
+
+    Returns:
+        (operation, what the layer holds there, its sum, elements of its new gradients of weights) of each.
+    """
     batch = chunk.batch
-    shape = chunk.plan.rank_shape
-    of_mlp = shape.hidden_size * shape.ffn_hidden_size
-    if batch.expert_share and not (chunk.gradients_stay or chunk.expert_gradients_stay):
-        of_mlp = 0
-    elif batch.expert_share:
-        of_mlp = sum(count_expert_weights(batch))
+    of_mlp = _count_new_mlp_gradients(chunk)
     for operation, held, each in _list_layer_backward(batch):
         new = 0
         if operation == "linear_qkv":
@@ -829,6 +877,16 @@ def _list_operations(chunk: _ChunkOfLayers, layer: int) -> Iterator[tuple[str, H
     if batch.expert_share and layer <= chunk.recomputed:
         held = _recompute_experts(batch)
         yield "experts, computed again", held, held.total(), 0
+
+
+def _count_new_mlp_gradients(chunk: _ChunkOfLayers) -> int:
+    """Elements of the gradients of weights that are new when backward is at an MLP, or at experts."""
+    if not chunk.batch.expert_share:
+        shape = chunk.plan.rank_shape
+        return shape.hidden_size * shape.ffn_hidden_size
+    if chunk.gradients_stay or chunk.expert_gradients_stay:
+        return sum(count_expert_weights(chunk.batch))
+    return 0
 
 
 def _find_highest_moment(chunk: _ChunkOfLayers, layer: int) -> ListedMoment:
@@ -872,7 +930,8 @@ def _list_embedding_moments(chunk: _ChunkOfLayers) -> Iterator[ListedMoment]:
         reduced = list_reduced(chunk.groups, ends, each)
         rows = [*chunk.always, *reduced, chunk.make_gradients(matrix)]
         yield ListedMoment(Phase.BACKWARD, "reduction of the embedding's gradients", rows)
-    # the sum with a tied output layer's is a third matrix where a recorder watches, and in fp16, whose loss holds the first
+    # the sum with a tied output layer's is a third matrix where a recorder watches, and in fp16, whose loss holds the
+    # first
     is_third = chunk.is_tied and (chunk.batch.on_cpu or chunk.batch.precision == "fp16")
     third = chunk.make_gradients(matrix if is_third else 0)
     last = max([*chunk.hidden_gradient, third], key=lambda row: row.num_bytes)
@@ -903,12 +962,13 @@ def keep_everything(layers: int) -> int:
 def activation_bytes(
     batch: MicroBatch, stage: Stage, micro_batches: int, count_recomputed: CountRecomputed = keep_everything
 ) -> int:
-    """Most bytes that forward keeps for backward: when it reaches the logits, or when backward has computed the last
-    recomputed layer again.
+    """Most bytes that forward keeps for backward.
+
+    That is when it reaches the logits, or when backward has computed the last recomputed layer again.
 
     Per layer, with fused attention: 34*s*b*h in 16 bits for the plain GPT with dropout, Korthikanti et al. 2022
-    (Reducing Activation Recomputation, equation 2) without its term 5*a*s/h, which only attention that writes its scores
-    down has; and statistics of norms and attention. A recomputed layer keeps its input, e*s*b*h.
+    (Reducing Activation Recomputation, equation 2) without its term 5*a*s/h, which only attention that writes its
+    scores down has; and statistics of norms and attention. A recomputed layer keeps its input, e*s*b*h.
     """
     highest = 0
     for number, waiting in stage.list_fullest(micro_batches):
@@ -945,8 +1005,8 @@ def _measure_running_chunk(batch: MicroBatch, layers: int, recomputed: int, ends
 def _measure_attention_recomputed_in_fp32(batch: MicroBatch) -> int:
     """Bytes for each token that a layer holds when backward has computed its attention again, in fp32.
 
-    Of the layer's forward, what came before attention; of fp32 queries, keys, values, their copies for the products, the
-    scores, and what attention keeps.
+    Of the layer's forward, what came before attention; of fp32 queries, keys, values, their copies for the products,
+    the scores, and what attention keeps.
     """
     before = _keep_until_scores(batch)
     own = before[NORMS] + before[LINEAR_INPUTS] + before[QKV] + before[ROTARY]
@@ -958,8 +1018,10 @@ def _measure_attention_recomputed_in_fp32(batch: MicroBatch) -> int:
 
 
 def logits_bytes(batch: MicroBatch) -> int:
-    """The loss at its highest: all logits, and either some rows of them in fp32, or what its backward works with: as much as
-    its input."""
+    """Bytes that the loss holds at its highest.
+
+    They are all logits, and either some rows of them in fp32, or what its backward works with: as much as its input.
+    """
     logits, *rows = _list_loss(batch)
     copies = sum(row.num_bytes for row in rows)
     # fp16's products are torch's own

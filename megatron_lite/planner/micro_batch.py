@@ -46,7 +46,10 @@ class MicroBatch:
 
     @property
     def largest_chunk_share(self) -> float:
-        """Share of a rank's attention scores that its largest chunk has, whose attention is a computation of its own."""
+        """Share of a rank's attention scores that its largest chunk has.
+
+        The attention of each chunk is a computation of its own.
+        """
         if self.context == 1:
             return 1.0
         scores = [len(chunk) * chunk.stop for chunk in self.chunks]
@@ -81,7 +84,10 @@ class MicroBatch:
         return int(self.fp8_share * width * (self.element_bytes - self.fp8.number_bytes))
 
     def count_fp8_copy(self, width: int) -> int:
-        """Bytes, for each token, of an input of a linear layer that backward needs in fp8 beside what others keep of it."""
+        """Bytes, for each token, of an input of a linear layer that backward needs in fp8.
+
+        It is there beside what others keep of it.
+        """
         if self.fp8 is None or not self.fp8.multiplies_for_weights:
             return 0
         return int(self.fp8_share * self.fp8.number_bytes * width)
@@ -92,8 +98,11 @@ class MicroBatch:
         return (self.whole_input_bytes - self.count_fp8_savings(self.shape.hidden_size)) // self.shares
 
     def count_fp8_gradients(self, width: int) -> int:
-        """Bytes, for each token, of the two copies in fp8 of the gradient of a linear layer's result of this width: for
-        the gradients of its input and of its weight (grad_output_preprocess in module/base.py of Transformer Engine)."""
+        """Bytes, for each token, of the two copies in fp8 of the gradient of a linear layer's result of this width.
+
+        One is for the gradient of its input, one for that of its weight (grad_output_preprocess in module/base.py of
+        Transformer Engine).
+        """
         if self.fp8 is None or not self.fp8_share:
             return 0
         return int((2 if self.fp8.multiplies_for_weights else 1) * self.fp8.number_bytes * width)
@@ -127,11 +136,20 @@ class MicroBatch:
         return own + FP32 * (sum(self.copies_of_norms) * width + statistics)
 
     def describe_wide(self, outputs: int, inputs: int) -> tuple[int, str]:
-        """Bytes and formula of what a linear layer of 16-bit numbers holds in fp32 in backward, where the processor multiplies only that."""
+        """Describe what a linear layer of 16-bit numbers holds in fp32 in backward.
+
+        Args:
+            outputs: Output channels.
+            inputs: Input channels.
+
+        Returns:
+            (bytes, their formula); 0 bytes where the processor multiplies 16-bit numbers.
+        """
         if not (self.on_cpu and self.precision in find_slow_precisions()):
             return 0, ""
         at_once = min(outputs, WIDENED_BLOCK)
-        sums = 1 + (outputs > WIDENED_BLOCK)
+        # of several blocks, one more to add up in
+        sums = 2 if outputs > WIDENED_BLOCK else 1
         tokens = self.tokens
         each = f"{FP32} bytes x {count(at_once)} outputs at a time x"
         terms = f"{each} {count(tokens)} tokens", f"{each} {count(inputs)} inputs"

@@ -1,4 +1,7 @@
-"""What `megatron-lite plan` finds out, before anybody draws it: of a training, of generating, or of a search for layouts."""
+"""What `megatron-lite plan` finds out, before anybody draws it.
+
+It is about a training, about generating, or about a search for layouts.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.formats.hardware import Processor, match_processor
-from megatron_lite.formats.run_record import CategoryPrediction, MemoryPrediction, Prediction, TimePrediction
+from megatron_lite.formats.run_record import CategoryPrediction, MemoryPrediction, Moment, Prediction, TimePrediction
 from megatron_lite.planner.categories import predict_categories
 from megatron_lite.planner.memory import predict_memory
 from megatron_lite.planner.step_time import predict_time
@@ -24,7 +24,10 @@ ANY = Processor("any", "", None, None, None, None, None, None, None, None, "none
 
 @dataclass(frozen=True)
 class Forecast:
-    """A run's predicted memory and time. None: no training, a model given by --model, a failure, or an unknown processor."""
+    """A run's predicted memory and time.
+
+    They are None without a training, for a model given by --model, after a failure, and on an unknown processor.
+    """
 
     memory: MemoryPrediction | None
     time: TimePrediction | None
@@ -62,7 +65,9 @@ def forecast(plan: Plan, device_name: str | None, room_bytes: int | None) -> For
             failures.append(f"{what}: {type(error).__name__}: {error}; please report it")
             return None
 
-    heaviest = attempt("memory", find_heaviest_stage, plan, processor) if plan.layout.pipeline > 1 else plan
+    heaviest = plan
+    if plan.layout.pipeline > 1:
+        heaviest = attempt("memory", find_heaviest_stage, plan, processor)
     memory = attempt("memory", predict_memory, heaviest, processor) if heaviest else None
     time = attempt("time", predict_time, plan, processor) if processor else None
     categories = attempt("categories of memory", predict_categories, plan)
@@ -79,28 +84,43 @@ def forecast(plan: Plan, device_name: str | None, room_bytes: int | None) -> For
 
 def describe_forecast(seen: Forecast) -> Iterator[str]:
     """Lines for the console: memory and speed, what could not be predicted, and whether memory may run out."""
-    each = f"{seen.sharing} x " if seen.sharing > 1 else ""
     if seen.memory is not None:
-        peak = seen.memory.peak
-        held = collections.Counter[str]()
-        for row in peak.rows:
-            held[row.category] += row.num_bytes
-        largest = [(name, taken) for name, taken in held.most_common(NAMED) if taken >= SMALL * peak.num_bytes]
-        room = f" of {size(seen.room_bytes)}" if seen.room_bytes else ""
-        yield (
-            f"  predicted: tensors peak at about {each}{size(peak.num_bytes)}{room}, at {peak.where} ({peak.phase}):\n    "
-            + (", ".join(f"{name} {size(taken)}" for name, taken in largest))
-        )
+        yield _describe_peak(seen, seen.memory.peak)
     if seen.time is not None and seen.time.rows:
-        ms = seen.time.step_ms
-        shown = f"{ms:,.{0 if ms >= 100 else 1 if ms >= 10 else 2}f} ms per step"
-        yield f"  predicted: at best {shown}, {count(seen.time.tokens_per_s)} tokens/s"
+        step = f"{_write_ms(seen.time.step_ms)} ms per step"
+        yield f"  predicted: at best {step}, {count(seen.time.tokens_per_s)} tokens/s"
     yield from (f"  no prediction of the {failure}" for failure in seen.failures)
     if seen.excess_bytes(MARGIN):
         leaves = f"leaves less than {MARGIN:.0%} of the memory for libraries and allocator overhead"
         if seen.excess_bytes(0):
             leaves = f"is {size(seen.excess_bytes(0))} more than there is"
         yield f"  note: the predicted peak {leaves}; {seen.remedy or NO_REMEDY}."
+
+
+def _describe_peak(seen: Forecast, peak: Moment) -> str:
+    """Two lines for the console: how much memory tensors take at most, and which ones most of it."""
+    held = collections.Counter[str]()
+    for row in peak.rows:
+        held[row.category] += row.num_bytes
+    largest = []
+    for name, taken in held.most_common(NAMED):
+        if taken >= SMALL * peak.num_bytes:
+            largest.append(f"{name} {size(taken)}")
+    each = f"{seen.sharing} x " if seen.sharing > 1 else ""
+    room = f" of {size(seen.room_bytes)}" if seen.room_bytes else ""
+    amount = f"{each}{size(peak.num_bytes)}{room}"
+    moment = f"{peak.where} ({peak.phase})"
+    return f"  predicted: tensors peak at about {amount}, at {moment}:\n    {', '.join(largest)}"
+
+
+def _write_ms(ms: float) -> str:
+    """Milliseconds with three digits at least: '1.23', '12.3', '1,234'."""
+    decimals = 2
+    if ms >= 100:
+        decimals = 0
+    elif ms >= 10:
+        decimals = 1
+    return f"{ms:,.{decimals}f}"
 
 
 def record_forecast(seen: Forecast) -> Prediction:

@@ -1,4 +1,7 @@
-"""Starts a process that has torch, in which the real model and step of a plan are walked without data (planner/walk)."""
+"""Starts a process that has torch, in which the real model and step of a plan are walked without data.
+
+What it walks with stands in planner/walk.
+"""
 
 import json
 import subprocess

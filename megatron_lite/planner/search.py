@@ -24,7 +24,8 @@ from megatron_lite.planner.what_if import (
 from megatron_lite.units import GIB
 
 MAX_CHUNKS = 4  # of each stage
-MIN_CHUNK = 1024  # positions, of which a context parallel rank has two chunks: with less, attention's kernels have too little to do
+# positions, of which a context parallel rank has two chunks: with less, attention's kernels have too little to do
+MIN_CHUNK = 1024
 KEPT_WHOLE: Changes = {"use_distributed_optimizer": False, "use_torch_fsdp2": False, "use_megatron_fsdp": False}
 # ranks that share the work of one sequence
 MODEL_SIZES = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
@@ -94,7 +95,14 @@ class Search:
 def search(
     plan: Plan, processor: Processor, margin: float, tell: Callable[[int, int], None] = lambda done, of: None
 ) -> Search:
-    """Try all layouts that the flags allow, with the global batch of the plan. tell: called with (layouts done, layouts)."""
+    """Try all layouts that the flags allow, with the global batch of the plan.
+
+    Args:
+        plan: The run, whose layout does not matter.
+        processor: The GPU, as many of which as the plan has ranks.
+        margin: Share of its memory that stays free.
+        tell: Called with (layouts done, layouts).
+    """
     plan = replace(plan, world=replace(plan.world, rank=0))
     budget = int((processor.memory_gib or 0) * GIB * (1 - margin))
     tried = 0
@@ -126,7 +134,10 @@ def _list_layouts(plan: Plan, ranks: int) -> Iterator[Changes]:
 
 
 def _list_expert_sizes(plan: Plan, layout: Changes, ranks: int) -> Iterator[Changes]:
-    """Numbers of ranks that have some of the experts each, and of those that split each: as many as split a layer, or none."""
+    """Numbers of ranks that have some of the experts each, and of those that split each expert.
+
+    The latter are as many as split a layer, or none.
+    """
     e = plan.shape.experts
     if e is None:
         yield {}
@@ -147,16 +158,23 @@ def _list_dense_layouts(model: ModelArgs, ranks: int) -> Iterator[Changes]:
                 if model.num_layers % pipeline:
                     continue
                 sizes: Changes = {
-                    "tensor_model_parallel_size": tensor, "sequence_parallel": tensor > 1,
-                    "context_parallel_size": context, "pipeline_model_parallel_size": pipeline,
-                }  # fmt: skip
+                    "tensor_model_parallel_size": tensor,
+                    "sequence_parallel": tensor > 1,
+                    "context_parallel_size": context,
+                    "pipeline_model_parallel_size": pipeline,
+                }
                 replicas = ranks // tensor // pipeline
                 shared = [SHARE_STATE, SHARE_WEIGHTS] if replicas > 1 else [KEPT_WHOLE]
                 for sharing in shared:
-                    for chunks in range(1, MAX_CHUNKS + 1 if pipeline > 1 else 2):
-                        if model.num_layers % (pipeline * chunks) == 0:
-                            several = chunks if chunks > 1 else None
-                            yield EQUAL_STAGES | sizes | sharing | {"num_virtual_stages_per_pipeline_rank": several}
+                    for chunks in _list_chunk_numbers(model.num_layers, pipeline):
+                        several = chunks if chunks > 1 else None
+                        yield EQUAL_STAGES | sizes | sharing | {"num_virtual_stages_per_pipeline_rank": several}
+
+
+def _list_chunk_numbers(num_layers: int, stages: int) -> list[int]:
+    """Numbers of chunks into which each stage can be cut."""
+    highest = MAX_CHUNKS if stages > 1 else 1
+    return [chunks for chunks in range(1, highest + 1) if num_layers % (stages * chunks) == 0]
 
 
 def _list_divisors(number: int) -> list[int]:
@@ -174,7 +192,10 @@ def _list_micro_batches(global_batch: int, ranks: int, layout: Changes) -> Itera
 
 
 def _try(plan: Plan, processor: Processor, changes: Changes, budget: int) -> Iterator[Candidate]:
-    """Candidates without recomputation and, if that does not fit, with full recomputation; none if the trainer refuses the layout."""
+    """Candidates without recomputation and, if that does not fit, with full recomputation.
+
+    There are none if the trainer refuses the layout.
+    """
     for mode in (NO_RECOMPUTE, full_recompute(1, "uniform")):
         found = _predict(plan, processor, changes | mode)
         if found is None:

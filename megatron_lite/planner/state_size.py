@@ -45,25 +45,31 @@ def state_bytes(
     ranks: int = 1,
     is_sharded: bool | None = None,
 ) -> dict[str, int]:
-    """Bytes that live from step to step on every rank: weights, gradients, fp32 masters of 16-bit weights, Adam's two
-    moments or SGD's one. 16 bytes per parameter for fp16 with Adam: 2 + 2 + 4 + 4 + 4 (Rajbhandari et al. 2020, ZeRO,
-    section 3.1); 18 with gradients in fp32; 16 in fp32: 4 + 4 + 8.
+    """Bytes that live from step to step on every rank, by category.
+
+    Weights, gradients, fp32 masters of 16-bit weights, Adam's two moments or SGD's one. 16 bytes per parameter for fp16
+    with Adam: 2 + 2 + 4 + 4 + 4 (Rajbhandari et al. 2020, ZeRO, section 3.1); 18 with gradients in fp32; 16 in fp32:
+    4 + 4 + 8.
 
     Args:
         ranks: That shard the model; then only fp32 weights, gradients and moments stay, a share of each.
         is_sharded: Whether torch's fully_shard holds them, be it on one rank; None: on several ranks.
     """
-    width = element_bytes(precision)
-    if ranks > 1 if is_sharded is None else is_sharded:
-        kinds = {"parameters": 0, "gradients": FP32, "master weights": FP32}
-        kinds["moments"] = FP32 * (2 if optimizer == "adam" else int(momentum))
-        return {kind: parameters * each // ranks for kind, each in kinds.items()}
-    return {
-        "parameters": parameters * width,
-        "gradients": parameters * (FP32 if fp32_gradients else width),
-        "master weights": parameters * FP32 if precision != "fp32" else 0,
-        "moments": parameters * FP32 * (2 if optimizer == "adam" else int(momentum)),
+    if is_sharded is None:
+        is_sharded = ranks > 1
+    moments = 1 if momentum else 0
+    if optimizer == "adam":
+        moments = 2
+    if is_sharded:
+        of_one = {"parameters": 0, "gradients": FP32, "master weights": FP32, "moments": FP32 * moments}
+        return {kind: parameters * each // ranks for kind, each in of_one.items()}
+    of_one = {
+        "parameters": element_bytes(precision),
+        "gradients": gradient_bytes(precision, fp32_gradients),
+        "master weights": 0 if precision == "fp32" else FP32,
+        "moments": FP32 * moments,
     }
+    return {kind: parameters * each for kind, each in of_one.items()}
 
 
 def count_moments(plan: Plan) -> int:
@@ -100,7 +106,15 @@ def group_parameters(plan: Plan) -> tuple[ParameterGroup, ...]:
 def _group_parameters(
     shape: RankShape, stage: Stage, fp8_layers: tuple[int, ...], ranks: int, expert_ranks: int = 1
 ) -> tuple[ParameterGroup, ...]:
-    """The groups of group_parameters, of a stage whose state `ranks` share out, and that of its experts `expert_ranks`."""
+    """The groups of group_parameters.
+
+    Args:
+        shape: What the rank has of the model.
+        stage: Its stage.
+        fp8_layers: Layers whose linear layers multiply in fp8.
+        ranks: That share out the state of what all replicas hold.
+        expert_ranks: That share out the state of experts.
+    """
     number = count_parameters(shape, stage)
     weights = [count_linear_weights(shape, layer) for layer in fp8_layers]
     in_fp8 = sum(of_all for of_all, _ in weights)
@@ -124,11 +138,12 @@ def list_groups(category: str, name: str, each: int, groups: Sequence[ParameterG
 
 
 def list_fp8_weights(plan: Plan, processor: Processor | None) -> Iterator[LedgerRow]:
-    """Rows of the weights in fp8 that live from step to step, beside those in 16 bits or, with --fp8-param-gather, in
-    their place.
+    """Rows of the weights in fp8 that live from step to step.
 
-    Transformer Engine's modules keep them in a workspace (quantize_weight in module/base.py, called by module/linear.py),
-    but where torch's FSDP gathers weights for forward and for backward (is_fsdp2 in the same files).
+    They are there beside those in 16 bits or, with --fp8-param-gather, in their place.
+
+    Transformer Engine's modules keep them in a workspace (quantize_weight in module/base.py, called by
+    module/linear.py), but where torch's FSDP gathers weights for forward and for backward (is_fsdp2 in the same files).
     """
     number = sum(group.in_fp8 for group in group_parameters(plan))
     if plan.fp8 is None or not number or (plan.sharding and plan.sharding.gathers_twice):

@@ -4,13 +4,13 @@ A bound, not a forecast. Each part takes at least the time in which the hardware
 one after another, as kernels of one stream do. Not in it: launches and the host, the data loader, clocks other than the
 boost clock, products that miss the peak (the best reach four fifths of it), logging, evaluation and checkpoints.
 
-Bytes are counted as if all neighboring operations were one kernel: a tensor is written once, and read once by each later
-kernel, except by the one right behind its producer, which may find it in the cache. (A model so small that the cache holds
-a whole micro-batch can do with less; launches are its limit.) What products and fused attention read and write goes on
-under their arithmetic, and is left out.
+Bytes are counted as if all neighboring operations were one kernel: a tensor is written once, and read once by each
+later kernel, except by the one right behind its producer, which may find it in the cache. (A model so small that the
+cache holds a whole micro-batch can do with less; launches are its limit.) What products and fused attention read and
+write goes on under their arithmetic, and is left out.
 
-In fp8 (config/fp8.py), which is planned on paper, the products of linear layers are at the peak of that format, and what
-these read is written and gathered in it; attention and the output layer stay in 16 bits.
+In fp8 (config/fp8.py), which is planned on paper, the products of linear layers are at the peak of that format, and
+what these read is written and gathered in it; attention and the output layer stay in 16 bits.
 
 Letters: N parameters, h hidden, e bytes of one activation.
 """
@@ -100,47 +100,73 @@ class StepPart:
 
 
 def predict_time(plan: Plan, processor: Processor) -> TimePrediction:
-    """The shortest step of one rank of `plan` on `processor`, at the final global batch; of a pipeline the slowest stage's.
+    """Predict the shortest step of one rank of `plan` on `processor`, at the final global batch.
 
-    A row whose limit the table of processors does not hold is missing, and a note says so; peak_tflops is then 0.
+    Of a pipeline it is the slowest stage's. A row whose limit the table of processors does not hold is
+    missing, and a note says so; peak_tflops is then 0.
     """
     if plan.layout.pipeline == 1:
         return predict_stage_time(plan, processor)
     kinds = list_stage_kinds(plan)
     found = [(predict_stage_time(one, processor), times) for one, times in kinds]
     slowest = max((time for time, _ in found), key=lambda one: one.step_ms)
-    passes = plan.batch.final // plan.samples_per_pass
-    others = 0.0
+    others_ms = 0.0
     for time, times in found:
-        others += sum_micro_batches(time) * (times - 1 if time is slowest else times)
-    stages = plan.layout.pipeline
-    chunks = len(plan.stage.chunks)
-    formula = f"forward and backward of one of {passes} micro-batches on the other {stages - 1} of {stages} stages"
-    formula += f", of one of {chunks} chunks" if chunks > 1 else ""
-    # forward, gradients of inputs and of weights take as long each at best, and weights fill what two of them would wait
-    filled = 3 if plan.stage.splits_backward else 1
-    formula += ", of which gradients of weights fill two thirds" if filled > 1 else ""
-    bubble = TimeRow(BUBBLE, others / passes / chunks / filled, WAIT, formula)
+        others = times - 1 if time is slowest else times
+        others_ms += sum_micro_batches(time) * others
+    bubble = _describe_bubble(plan, others_ms)
     members = find_members(PIPELINE, plan.layout, plan.sharding, plan.world)
     crossings = _cross_stages(list_exchanges(plan), members, processor)
     return msgspec.structs.replace(slowest, rows=(*slowest.rows, bubble, *crossings))
 
 
+def _describe_bubble(plan: Plan, others_ms: float) -> TimeRow:
+    """How long a stage of a pipeline waits at best.
+
+    Args:
+        plan: Of any stage.
+        others_ms: What all other stages take for all micro-batches.
+    """
+    passes = plan.batch.final // plan.samples_per_pass
+    stages = plan.layout.pipeline
+    chunks = len(plan.stage.chunks)
+    formula = f"forward and backward of one of {passes} micro-batches on the other {stages - 1} of {stages} stages"
+    if chunks > 1:
+        formula += f", of one of {chunks} chunks"
+    wait_ms = others_ms / passes / chunks
+    if plan.stage.splits_backward:
+        # forward, gradients of inputs and of weights take as long each at best, and weights fill what two of them
+        # would wait
+        wait_ms /= 3
+        formula += ", of which gradients of weights fill two thirds"
+    return TimeRow(BUBBLE, wait_ms, WAIT, formula)
+
+
 def sum_micro_batches(time: TimePrediction) -> float:
     """Milliseconds of a stage that are spent per micro-batch, not once per step."""
-    of_layers = LAYER_GROUPS.values()
-    return sum(row.ms for row in time.rows if row.name in of_layers or row.bound != LINK and row.name != UPDATE)
+    ms = 0.0
+    for row in time.rows:
+        is_computed = row.bound != LINK and row.name != UPDATE
+        if is_computed or row.name in LAYER_GROUPS.values():
+            ms += row.ms
+    return ms
 
 
 def _cross_stages(exchanges: list[Exchange], members: Members, processor: Processor) -> Iterator[TimeRow]:
     """The way of one micro-batch's hidden states to the last stage, and of gradients back: what nothing can hide."""
     sent = next((one for one in exchanges if one.kind == SEND), None)
+    if sent is None:
+        return
     ms = 0.0
     words = []
     # there and back: from node to node, and within them
-    for hops, pair in ((2 * (members.nodes - 1), Members(2, 1)), (2 * (members.ranks - members.nodes), Members(2, 2))):
-        route = find_route(SEND, pair, processor) if hops else None
-        if route and sent:
+    between_nodes = 2 * (members.nodes - 1)
+    within_nodes = 2 * (members.ranks - members.nodes)
+    for hops, near in ((between_nodes, 1), (within_nodes, 2)):
+        if not hops:
+            continue
+        route = find_route(SEND, Members(ranks=2, near=near), processor)
+        if route is not None:
             ms += hops * route.milliseconds(sent.num_bytes)
             words.append(f"{hops} x {sent.num_bytes / 1e6:,.1f} MB {route.words}")
     if words:
@@ -208,8 +234,11 @@ def _list_step(plan: Plan) -> list[StepPart]:
 
 
 def _orthogonalize(plan: Plan) -> StepPart:
-    """Muon's Newton-Schulz steps (optim/muon.py), in each of which an m x n matrix, m <= n, has products of m x m x n, m x m x m and
-    m x m x n. Ranks that share out a matrix's rows all compute it whole."""
+    """Muon's Newton-Schulz steps (optim/muon.py).
+
+    In each of them an m x n matrix, m <= n, has products of m x m x n, m x m x m and m x m x n. Ranks that share out a
+    matrix's rows all compute it whole.
+    """
     steps = plan.args.optimizer.muon_num_ns_steps
     flops = 0
     for number, rows, columns in _list_matrices(plan):
@@ -243,7 +272,10 @@ def _list_matrices(plan: Plan) -> Iterator[tuple[int, int, int]]:
 
 @dataclass(frozen=True)
 class _ComputedRows:
-    """The parts whose rate is known. The sums are infinite where one is not: then there is no telling what computation hides."""
+    """The parts whose rate is known.
+
+    The sums are infinite where one is not: then there is no telling what computation hides.
+    """
 
     rows: tuple[TimeRow, ...]
     forward_ms: float  # of all micro-batches, without the update
@@ -334,7 +366,10 @@ class _Work:
 
     @property
     def attention_flops(self) -> int:
-        """The two products of one layer's forward; a context parallel rank's queries meet the keys of whole sequences."""
+        """FLOPs of the two products with the matrix of scores in one layer's forward.
+
+        A context parallel rank's queries meet the keys of whole sequences.
+        """
         return self.plan.layout.context * attention_flops(self.shape, self.sequences, causal=not self.writes_scores)
 
     @property
@@ -351,15 +386,19 @@ class _Work:
 
     @property
     def score_bytes(self) -> int:
-        """Bytes, for each token of one layer's forward, of scores that are written down: the softmax reads them and writes
-        probabilities."""
+        """Bytes, for each token of one layer's forward, of scores that are written down.
+
+        The softmax reads them and writes probabilities.
+        """
         keys = count_keys(self.shape.seq_length, self.plan.layout.context)
         return 2 * self.element_bytes * self.shape.num_attention_heads * keys
 
     @property
     def mask_bytes(self) -> int:
-        """Bytes, for each token of one layer, of two dropouts' masks: a byte for each element; torch.compile draws them again
-        instead."""
+        """Bytes, for each token of one layer, of two dropouts' masks: a byte for each element.
+
+        torch.compile draws them again instead.
+        """
         if self.plan.compilation.layers or not self.shape.hidden_dropout:
             return 0
         return 2 * self.stream
@@ -381,7 +420,10 @@ class _Work:
 
     @cached_property
     def expert_flops(self) -> int:
-        """Forward of the linear maps of a layer with experts: of rows that pass this rank's experts, whosever tokens they are."""
+        """FLOPs of the linear maps of a layer with experts in forward.
+
+        Rows count that pass this rank's experts, whosever tokens they are.
+        """
         shape = self.shape
         e = self.shape.experts
         load = self.load
@@ -406,7 +448,7 @@ class _Work:
 
     @property
     def input_bytes(self) -> float:
-        """Bytes of one number of a linear layer's input, or of a gradient of its result, that is written for it alone."""
+        """Bytes of one number that is written for a linear layer alone: of its input or its result's gradient."""
         return self.element_bytes - self.fp8_share * (self.element_bytes - 1)
 
     @property
@@ -445,8 +487,11 @@ class _Work:
 
     @property
     def backward_bytes(self) -> int:
-        """As forward_bytes. Backward reads the saved sum and its gradient, and writes the new gradient, twice; reads the
-        activation function's saved input and writes its gradient; and reads the masks."""
+        """Bytes, for each token of one layer's backward, as forward_bytes counts them.
+
+        Backward reads the saved sum and its gradient, and writes the new gradient, twice; reads the activation
+        function's saved input and writes its gradient; and reads the masks.
+        """
         inner = self.average_inner(2 * self.shape.fc1_width, 2 * self.shape.count_fc1_rows(1))
         # half of it is the gradient of a linear layer's result
         of_inner = inner * (self.element_bytes + self.input_bytes) / 2
@@ -532,11 +577,16 @@ def _move(name: str, work: _Work, layers: int, num_bytes: int, in_backward: floa
 
 
 def _update_weights(parameters: int, precision: str, gradient_bytes: int, optimizer: OptimizerArgs) -> StepPart:
-    """One pass over the gradients for their norm and one for the update, which reads and writes masters and moments and
-    writes 16-bit weights: Adam in fp32 4 + 28, in fp16 2 + 28, in bf16 with fp32 gradients 4 + 30."""
+    """One pass over the gradients for their norm and one for the update.
+
+    The update reads and writes masters and moments and writes 16-bit weights: Adam in fp32 4 + 28, in fp16 2 + 28, in
+    bf16 with fp32 gradients 4 + 30.
+    """
     # Muon has one of matrices, which are nearly all
-    moments = {"adam": 2, "muon": 1}.get(optimizer.optimizer, int(bool(optimizer.sgd_momentum)))
-    num_bytes = 2 * gradient_bytes + 2 * FP32 * (1 + moments) + (0 if precision == "fp32" else 2)
+    moments = {"adam": 2, "muon": 1}.get(optimizer.optimizer, 1 if optimizer.sgd_momentum else 0)
+    num_bytes = 2 * gradient_bytes + 2 * FP32 * (1 + moments)
+    if precision != "fp32":
+        num_bytes += 2
     formula = f"{count(parameters)} parameters x {count(num_bytes)} bytes"
     return StepPart(UPDATE, MEMORY, parameters * num_bytes, formula, 0.0)
 
@@ -552,13 +602,17 @@ def _time_layer_exchanges(
         ms = 0.0
         words = []
         for one in exchanges:
-            route = find_route(one.kind, members[group], processor) if one.group == group else None
+            if one.group != group:
+                continue
+            route = find_route(one.kind, members[group], processor)
             flop_s = rates[FP8 if one.in_fp8 else COMPUTE]
-            if route and (flop_s or not one.hidden_flops):
-                hidden_ms = 1000 * one.hidden_flops / flop_s if one.hidden_flops else 0.0
-                ms += one.times * max(route.milliseconds(one.num_bytes) - hidden_ms, 0.0)
-                behind = f", each overlapped with a product of {hidden_ms:.2f} ms" if hidden_ms else ""
-                words.append(f"{one.formula}, {route.words}{behind}")
+            if route is None or (one.hidden_flops and not flop_s):
+                continue
+            hidden_ms = 1000 * one.hidden_flops / flop_s if one.hidden_flops else 0.0
+            exposed_ms = max(route.milliseconds(one.num_bytes) - hidden_ms, 0.0)
+            ms += one.times * exposed_ms
+            behind = f", each overlapped with a product of {hidden_ms:.2f} ms" if hidden_ms else ""
+            words.append(f"{one.formula}, {route.words}{behind}")
         if words:
             yield TimeRow(name, ms, LINK, "; ".join(words))
 
@@ -568,20 +622,23 @@ def _time_tied_embedding(
 ) -> Iterator[TimeRow]:
     """The sum of gradients of an embedding that the first and the last stage of a pipeline have."""
     for one in exchanges:
-        if one.group == PIPELINE and one.kind == REDUCE:
-            same_node = members[PIPELINE].nodes == 1
-            route = find_route(REDUCE, Members(2, 2 if same_node else 1), processor)
-            if route:
-                yield TimeRow(TIED, route.milliseconds(one.num_bytes), LINK, f"{one.formula}, {route.words}")
+        if one.group != PIPELINE or one.kind != REDUCE:
+            continue
+        is_in_node = members[PIPELINE].nodes == 1
+        ends = Members(ranks=2, near=2 if is_in_node else 1)
+        route = find_route(REDUCE, ends, processor)
+        if route is not None:
+            yield TimeRow(TIED, route.milliseconds(one.num_bytes), LINK, f"{one.formula}, {route.words}")
 
 
 def _time_state(
     plan: Plan, processor: Processor, exchanges: list[Exchange], forward_ms: float, backward_ms: float
 ) -> Iterator[TimeRow]:
-    """What data and context parallel ranks exchange of gradients and weights: for every micro-batch, or at the end of a step.
+    """What data and context parallel ranks exchange of gradients and weights.
 
-    Where ranks shard the model, each gets the sums of its share only, half of an all-reduce; forward hides the gathering at best.
-    The word embedding's gradient is complete only when backward ends (tied or not): nothing is left to hide its reduction.
+    They do so for every micro-batch, or at the end of a step. Where ranks shard the model, each gets the sums of its
+    share only, half of an all-reduce; forward hides the gathering at best. The word embedding's gradient is complete
+    only when backward ends (tied or not): nothing is left to hide its reduction.
     """
     timed = _time_state_exchanges(plan, processor, exchanges)
     gradients = [one for one in timed if one.exchange.what in ("gradients", "gradients of experts")]
@@ -589,8 +646,9 @@ def _time_state(
         return
     if plan.sharding is None:
         # experts' are averaged when backward has ended
-        for one in [one for one in gradients if one.exchange.group == EXPERT_DATA]:
-            yield TimeRow(EXPERT_REDUCTION, one.milliseconds, LINK, one.words)
+        for one in gradients:
+            if one.exchange.group == EXPERT_DATA:
+                yield TimeRow(EXPERT_REDUCTION, one.milliseconds, LINK, one.words)
         gradients = [one for one in gradients if one.exchange.group == DATA]
     passes = plan.batch.final // plan.samples_per_pass
     gathered = [one for one in timed if one.exchange.kind == GATHER]

@@ -1,7 +1,8 @@
 """What ranks exchange in a step, group by group, and how long that takes at least over the links between them.
 
-What every GPU has to send or to receive at least, over the slower of the links on the way: those within a node, and the network
-between nodes. Collectives of a few numbers (the norm, the loss, counts) are left out: their time is the host's and the network's latency.
+What every GPU has to send or to receive at least, over the slower of the links on the way: those within a node, and the
+network between nodes. Collectives of a few numbers (the norm, the loss, counts) are left out: their time is the host's
+and the network's latency.
 
 Letters: M tokens of a micro-batch, H hidden, N parameters of a rank.
 """
@@ -110,9 +111,10 @@ def find_members(group: str, layout: Layout, sharding: Sharding | None, world: W
 def find_route(kind: str, members: Members, processor: Processor) -> Route | None:
     """How a collective's bytes travel; None if a link's speed is unknown, or there is no other rank.
 
-    Without the help of switches each of n GPUs sends at least 2(n-1)/n of the bytes for an all-reduce, half of that for a
-    reduce-scatter or an all-gather (Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms); to switches that add up it
-    sends all of them once. Of GPUs of one node that take part in a group of several nodes, each brings its share over the network.
+    Without the help of switches each of n GPUs sends at least 2(n-1)/n of the bytes for an all-reduce, half of that for
+    a reduce-scatter or an all-gather (Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms); to switches
+    that add up it sends all of them once. Of GPUs of one node that take part in a group of several nodes, each brings
+    its share over the network.
     """
     if members.ranks < 2:
         return None
@@ -121,18 +123,33 @@ def find_route(kind: str, members: Members, processor: Processor) -> Route | Non
     near = None if members.near < 2 else _find_route_in_node(kind, members.near, processor)
     if members.nodes == 1 or (near is None and members.near > 1):
         return near
-    if processor.network_gb_s is None:
+    gb_s = processor.network_gb_s
+    if gb_s is None:
         return None
     if kind == SEND:
-        return Route(processor.network_gb_s, 1.0, f"over the network at {processor.network_gb_s:g} GB/s")
-    times = 2 if kind == REDUCE else 1
-    nodes = members.nodes
-    share = times * (nodes - 1) / nodes / members.near
-    each = f"{'2 x ' if times > 1 else ''}{nodes - 1}/{nodes}{f'/{members.near}' if members.near > 1 else ''}"
-    far = Route(
-        processor.network_gb_s, share, f"{each} over the network between nodes at {processor.network_gb_s:g} GB/s"
-    )
-    return max(filter(None, (near, far)), key=lambda route: route.milliseconds(1))
+        return Route(gb_s, 1.0, f"over the network at {gb_s:g} GB/s")
+    share, each = _share_collective(kind, members.nodes, members.near)
+    far = Route(gb_s, share, f"{each} over the network between nodes at {gb_s:g} GB/s")
+    if near is None:
+        return far
+    return max(near, far, key=lambda route: route.milliseconds(1))
+
+
+def _share_collective(kind: str, parts: int, together: int) -> tuple[float, str]:
+    """The share of a tensor's bytes that each GPU sends, and how it is written: (0.375, '2 x 3/4/4').
+
+    Args:
+        kind: Of the collective; an all-reduce takes two rounds.
+        parts: Nodes, or other units, between which it goes.
+        together: GPUs of a unit, which share the work.
+    """
+    rounds = 2 if kind == REDUCE else 1
+    words = f"{parts - 1}/{parts}"
+    if rounds > 1:
+        words = f"2 x {words}"
+    if together > 1:
+        words = f"{words}/{together}"
+    return rounds * (parts - 1) / parts / together, words
 
 
 def _find_route_to_all(members: Members, processor: Processor) -> Route | None:
@@ -160,24 +177,25 @@ def _find_route_to_all(members: Members, processor: Processor) -> Route | None:
 
 def _find_route_in_node(kind: str, ranks: int, processor: Processor) -> Route | None:
     joined = processor.linked_gpus if processor.link_gb_s else 1
-    times = 2 if kind == REDUCE else 1
-    by_two = "2 x " if kind == REDUCE else ""
     if processor.link_gb_s and ranks <= joined:
-        gb_s = processor.link_gb_s / 2 * ((ranks - 1) / (processor.linked_gpus - 1) if processor.mesh else 1)
+        gb_s = processor.link_gb_s / 2
+        if processor.mesh:
+            gb_s *= (ranks - 1) / (processor.linked_gpus - 1)
         over = f"over the link between GPUs at {gb_s:g} GB/s"
         if kind == SEND:
             return Route(gb_s, 1.0, over)
         if kind == REDUCE and processor.sums_in_switch:
             return Route(gb_s, 1.0, f"once {over}, whose switches add up")
-        return Route(gb_s, times * (ranks - 1) / ranks, f"{by_two}{ranks - 1}/{ranks} {over}")
+        share, each = _share_collective(kind, ranks, 1)
+        return Route(gb_s, share, f"{each} {over}")
     if processor.pcie_gb_s is None:
         return None
     over = f"over PCIe at {processor.pcie_gb_s:g} GB/s"
     if kind == SEND:
         return Route(processor.pcie_gb_s, 1.0, over)
     groups = -(-ranks // joined)  # the GPUs that a bridge joins share the work of what leaves them
-    each = f"{by_two}{groups - 1}/{groups}{f'/{joined}' if joined > 1 else ''}"
-    return Route(processor.pcie_gb_s, times * (groups - 1) / groups / joined, f"{each} {over}")
+    share, each = _share_collective(kind, groups, joined)
+    return Route(processor.pcie_gb_s, share, f"{each} {over}")
 
 
 # --- what travels
@@ -208,8 +226,10 @@ def compute_hidden_bytes(shape: ModelShape, sequences: int, precision: str) -> i
 
 
 def _split_layers(plan: Plan) -> Iterator[Exchange]:
-    """Sums over tensor parallel ranks behind attention and MLP, and of gradients before them; where ranks share out the tokens,
-    these are gathered and scattered instead."""
+    """Sums over tensor parallel ranks behind attention and MLP, and of gradients before them.
+
+    Where ranks share out the tokens, these are gathered and scattered instead.
+    """
     shape = plan.rank_shape
     stage = plan.stage
     passes = plan.batch.final // plan.samples_per_pass
@@ -217,9 +237,12 @@ def _split_layers(plan: Plan) -> Iterator[Exchange]:
     again = plan.recomputed_layers
     with_experts = count_expert_layers(shape, stage)
     shared_width = shape.experts.shared_ffn_hidden_size if shape.experts else 0
-    # experts take each rank's own tokens; one that all tokens pass is split as an MLP is
-    unsplit = 0 if shared_width else with_experts
-    unsplit_again = 0 if shared_width else count_recomputed_experts(plan)
+    unsplit = with_experts
+    unsplit_again = count_recomputed_experts(plan)
+    if shared_width:
+        # experts take each rank's own tokens; one that all tokens pass is split as an MLP is
+        unsplit = 0
+        unsplit_again = 0
     num_bytes = compute_hidden_bytes(shape, plan.args.training.micro_batch_size, plan.precision)
     embeddings = 1 if stage.is_first else 0
     outputs = 1 if stage.is_last else 0
@@ -242,9 +265,11 @@ def _split_layers(plan: Plan) -> Iterator[Exchange]:
         products.insert(0, (shape.qkv_rows, layers))
     else:
         yield from _spread_latent_vectors(plan, shape.latent, passes * layers, passes * again)
-    products.append((shape.count_fc1_rows(shared_width), with_experts if shared_width else 0))
+    if shared_width:
+        products.append((shape.count_fc1_rows(shared_width), with_experts))
+    some_in_fp8 = len(plan.fp8_layers) > 0
     for rows, times in products:
-        yield from _sum_input_gradients(plan, rows, passes * times, num_bytes, len(plan.fp8_layers) > 0)
+        yield from _sum_input_gradients(plan, rows, passes * times, num_bytes, some_in_fp8)
     yield from _sum_input_gradients(plan, shape.padded_vocab_size, passes * outputs, num_bytes, False)
     if shape.query_group_ranks > 1:
         yield from _gather_query_groups(plan, passes * layers, passes * again)
@@ -302,8 +327,10 @@ def _gather_hidden(plan: Plan, what: str, num_bytes: int, of_layers: int, of_end
 
 
 def _narrow(plan: Plan, num_bytes: int) -> int:
-    """Bytes of what ranks gather of 16-bit hidden states for linear layers, some of which take them in fp8: these are
-    gathered so (gather_along_first_dim with a quantizer, pytorch/distributed.py of Transformer Engine)."""
+    """Bytes of what ranks gather of 16-bit hidden states for linear layers, some of which take them in fp8.
+
+    These are gathered so (gather_along_first_dim with a quantizer, pytorch/distributed.py of Transformer Engine).
+    """
     layers = len(plan.stage.layers)
     return num_bytes * (2 * layers - len(plan.fp8_layers)) // (2 * layers)
 
@@ -311,7 +338,9 @@ def _narrow(plan: Plan, num_bytes: int) -> int:
 def _sum_input_gradients(
     plan: Plan, rows: int, times: int, num_bytes: int, some_in_fp8: bool, columns: int | None = None
 ) -> Iterator[Exchange]:
-    """The gradient of the input of linear layers, which tensor parallel ranks add up while they compute that of the weight.
+    """The gradient of the input of linear layers.
+
+    Tensor parallel ranks add it up while they compute that of the weight.
 
     Args:
         rows: Of the layer's weight, on one rank.
@@ -336,7 +365,13 @@ def _sum_input_gradients(
 
 
 def _gather_query_groups(plan: Plan, layers: int, again: int) -> Iterator[Exchange]:
-    """Queries, keys and values of a group that several ranks share. layers: in a step; again: those that are recomputed."""
+    """Queries, keys and values of a group that several ranks share.
+
+    Args:
+        plan: Of the rank.
+        layers: In a step, those of all micro-batches.
+        again: Those of them that are recomputed.
+    """
     shape = plan.rank_shape
     tokens = plan.args.training.micro_batch_size * shape.seq_length
     num_bytes = tokens * shape.qkv_rows * shape.query_group_ranks * element_bytes(plan.precision)
@@ -403,7 +438,10 @@ def _share_expert_gradients(plan: Plan) -> Iterator[Exchange]:
 
 
 def _hand_on(plan: Plan) -> Iterator[Exchange]:
-    """Hidden states to the next stage, gradients to the one before, and the gradients of an embedding that both ends have."""
+    """Hidden states to the next stage, and gradients to the one before.
+
+    The gradients of an embedding that both ends of the pipeline have are added up.
+    """
     layout = plan.layout
     stage = plan.stage
     passes = plan.batch.final // plan.samples_per_pass

@@ -25,9 +25,12 @@ SHORTEST = 128  # sequence that anybody would want
 Changes = dict[str, Any]  # fields of Args
 NO_RECOMPUTE: Changes = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
 SELECTIVE = NO_RECOMPUTE | {"recompute_granularity": "selective"}
-PRECISIONS = {  # switches that go with each; the sums' default follows the precision
-    "fp32": {"fp16": False, "bf16": False}, "fp16": {"fp16": True, "bf16": False}, "bf16": {"fp16": False, "bf16": True},
-}  # fmt: skip
+# switches that go with each; the sums' default follows the precision
+PRECISIONS = {
+    "fp32": {"fp16": False, "bf16": False},
+    "fp16": {"fp16": True, "bf16": False},
+    "bf16": {"fp16": False, "bf16": True},
+}
 # what ranks share out costs no arithmetic: state no traffic either, weights a second gathering
 SHARE_STATE: Changes = {"use_distributed_optimizer": True, "use_torch_fsdp2": False, "use_megatron_fsdp": False}
 SHARE_WEIGHTS: Changes = {"use_distributed_optimizer": False, "use_torch_fsdp2": True, "use_megatron_fsdp": False}
@@ -51,7 +54,9 @@ class ChangedPlan:
             return f"{added} instead of {dropped}"
         if added or not dropped:
             return added
-        return f"without {dropped}" + (" (fp32)" if {"--fp16", "--bf16"} & set(self.drop) else "")
+        is_fp32_now = "--fp16" in self.drop or "--bf16" in self.drop
+        now = " (fp32)" if is_fp32_now else ""
+        return f"without {dropped}{now}"
 
 
 @dataclass(frozen=True)
@@ -76,8 +81,9 @@ def change_plan(plan: Plan, changes: Changes) -> ChangedPlan | None:
     before = {name: FLAGS[name].get(plan.args) for name in changes}
     changes = {name: value for name, value in changes.items() if before[name] != value}
     args = replace_fields(plan.args, changes)
-    if any(mistake for rule in RULES for mistake in rule(args, plan.world)):
-        return None
+    for rule in RULES:
+        if any(rule(args, plan.world)):
+            return None
     if plan.fp8 is not None and list_fp8_mistakes(plan.fp8, args):
         return None
     add = []
@@ -109,7 +115,11 @@ def build_variant(plan: Plan, processor: Processor | None = None, **changes: Any
 
 
 def predict_peak(plan: Plan, **changes: Any) -> int:
-    """Peak bytes of a rank with these fields of Args changed. Raises ValueError where they do not go with the others."""
+    """Peak bytes of a rank with these fields of Args changed.
+
+    Raises:
+        ValueError: They do not go with the others.
+    """
     variant = build_variant(plan, **changes)
     if variant is None:
         raise ValueError(f"{changes} do not go with the plan's other settings")
@@ -122,7 +132,12 @@ def find_heaviest_stage(plan: Plan, processor: Processor | None = None) -> Plan:
 
 
 def full_recompute(layers: int, method: str) -> Changes:
-    """The flags of full recomputation, as fields of Args. block: of the first `layers` layers; uniform: of all layers."""
+    """The flags of full recomputation, as fields of Args.
+
+    Args:
+        layers: How many from the first on, of block.
+        method: block, or uniform, which takes all layers.
+    """
     return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": layers}
 
 
@@ -130,8 +145,8 @@ def find_fewest_recomputed(layers: int, measure_peak: Callable[[int], int], budg
     """The fewest recomputed layers with which a rank's peak is within the budget.
 
     Each recomputed layer keeps less, and all layers are alike, so that the peak is nearly linear in their number: a
-    straight line between a number that is too small and one that is enough meets the budget where the answer is, or close
-    to it. What it misses is found by trying the number below, and by halving.
+    straight line between a number that is too small and one that is enough meets the budget where the answer is, or
+    close to it. What it misses is found by trying the number below, and by halving.
 
     Args:
         layers: A number that is enough; 0 is too small.
@@ -242,8 +257,8 @@ class _Target:
 def fit(plan: Plan, processor: Processor, margin: float = MARGIN) -> Fit:
     """The cheapest recomputation that fits with some micro-batch, and the largest micro-batch that fits with it.
 
-    The global batch stays, so a micro-batch must divide each rank's share of it. Where nothing fits, a change of training
-    on top of what needs least; none of the model, which would be another one.
+    The global batch stays, so a micro-batch must divide each rank's share of it. Where nothing fits, a change of
+    training on top of what needs least; none of the model, which would be another one.
     """
     budget = int((processor.memory_gib or 0) * GIB * (1 - margin))
     target = _Target(plan, processor, budget)
@@ -261,11 +276,16 @@ def fit(plan: Plan, processor: Processor, margin: float = MARGIN) -> Fit:
 
 
 def _choose_sharing(target: _Target) -> Changes:
-    """What ranks share out before anything is computed twice: nothing where it fits or cannot be, state where that is enough,
-    else weights; a pipeline's weights cannot be shared out."""
+    """What ranks share out before anything is computed twice.
+
+    Nothing where it fits or cannot be, state where that is enough, else weights; a pipeline's weights cannot be shared
+    out.
+    """
     plan = target.plan
+    if plan.sharding is not None or plan.layout.replicas == 1:
+        return {}
     smallest = target.micro_batches[-1]
-    if plan.sharding is not None or plan.layout.replicas == 1 or target.change_to_fit(smallest, NO_RECOMPUTE):
+    if target.change_to_fit(smallest, NO_RECOMPUTE):
         return {}
     if target.change_to_fit(smallest, NO_RECOMPUTE | SHARE_STATE):
         return SHARE_STATE
