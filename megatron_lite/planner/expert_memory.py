@@ -35,7 +35,9 @@ def keep_experts(batch: MicroBatch) -> Counter[str]:
     width = ROUTER_BYTES[e.router_dtype]
     converts = width not in (0, each)
     # a router that converts its input keeps what it converted, and nobody else the input but an expert that all pass
-    held["inputs of linear layers"] = 0 if converts and not e.shared_ffn_hidden_size else batch.input_bytes
+    held["inputs of linear layers"] = 0
+    if not converts or e.shared_ffn_hidden_size:
+        held["inputs of linear layers"] = batch.input_bytes
     held[ROUTES] = _measure_routes(batch, e, load)
     if converts:
         held[ROUTES] += width * shape.hidden_size // batch.shares
@@ -48,7 +50,8 @@ def keep_experts(batch: MicroBatch) -> Counter[str]:
     if e.shared_ffn_hidden_size:
         kept = KEPT_BY_ACTIVATION.get(shape.activation, 1) + 1
         held[SHARED_MLP] = each * kept * e.shared_ffn_hidden_size
-        held[SHARED_MLP] += batch.input_bytes if e.shared_gate else 0
+        if e.shared_gate:
+            held[SHARED_MLP] += batch.input_bytes
         held[SHARED_MLP] -= batch.count_fp8_savings(e.shared_ffn_hidden_size)
         # beside the router's
         held["inputs of linear layers"] += batch.count_fp8_copy(shape.hidden_size) // batch.shares

@@ -630,8 +630,10 @@ def _list_moments(plan: Plan, processor: Processor | None) -> Iterator[ListedMom
 
 
 def _list_update_moments(plan: Plan, always: list[LedgerRow]) -> Iterator[ListedMoment]:
-    """The gradients' norm and the optimizer, which finds gradients unless they lie in fp32 sums or buckets, and copies
-    those of 16 bits to fp32."""
+    """The moments of the gradients' norm and of the optimizer.
+
+    The optimizer finds gradients unless they lie in fp32 sums or buckets, and copies those of 16 bits to fp32.
+    """
     groups = group_parameters(plan)
     each = element_bytes(plan.precision)
     rows = list(always)
@@ -641,8 +643,8 @@ def _list_update_moments(plan: Plan, always: list[LedgerRow]) -> Iterator[Listed
         # buckets of several ranks hold all but experts'
         own = groups if plan.layout.replicas == 1 else groups[1:]
         rows += list_groups("gradients", "gradients", each, own)
-    if not plan.fp32_gradients and plan.precision != "fp32" and not plan.sharding:
-        rows += list_groups("gradients", "fp32 copies of gradients", FP32, groups)
+        if plan.precision != "fp32":
+            rows += list_groups("gradients", "fp32 copies of gradients", FP32, groups)
     yield ListedMoment(Phase.CLIP_GRAD, "gradient norm", rows)
     decayed: list[LedgerRow] = []
     if plan.args.optimizer.optimizer == "sgd" and plan.learning_rate.weight_decay_style != "constant":
@@ -794,14 +796,22 @@ class _ChunkOfLayers:
     def make_gradients(self, parameters: int) -> LedgerRow:
         return per_parameter("gradients", "gradients", self.batch.element_bytes, parameters)
 
+    def keep_below(self, layer: int) -> tuple[LedgerRow, ...]:
+        """What the chunk's layers below this one keep for backward."""
+        below = layer - 1
+        return _list_kept(self.batch, below, min(below, self.recomputed))
+
     def hold(self, layer: int) -> list[LedgerRow]:
         """What lives while `layer` computes, and layers of the micro-batch have no part in."""
         above = max(self.layers - layer, 0)
-        rows = [*self.always, *_list_rows(self.batch, _keep_for_weights(self.batch, self.stage), above)]
+        rows = [*self.always]
+        rows += _list_rows(self.batch, _keep_for_weights(self.batch, self.stage), above)
         if self.is_sharded:
-            return [*rows, *list_gathered(self.plan, self.groups, layer, self.accumulates)]
+            rows += list_gathered(self.plan, self.groups, layer, self.accumulates)
+            return rows
         held = self.parameters if self.accumulates and not self.plan.fp32_gradients else 0
-        return [*rows, self.make_gradients(held)]
+        rows.append(self.make_gradients(held))
+        return rows
 
 
 def _list_micro_batch_moments(plan: Plan, always: list[LedgerRow]) -> Iterator[ListedMoment]:
@@ -821,17 +831,11 @@ def _list_loss_moments(chunk: _ChunkOfLayers) -> Iterator[ListedMoment]:
     """The end of forward, and what of the loss's backward can be most."""
     batch = chunk.batch
     layers = chunk.layers
-    kept = [
-        *_list_kept(batch, layers, chunk.recomputed),
-        *_list_rows(batch, _keep_ends(batch, chunk.starts, chunk.ends)),
-    ]
-    at_end = [*chunk.hold(layers + 1), *kept]
-    if batch.expert_share and layers:
-        below = _list_kept(batch, layers - 1, min(layers - 1, chunk.recomputed))
-        exchanging = [*chunk.hold(layers), *below, *_list_rows(batch, _hold_exchanging_experts(batch))]
-        yield ListedMoment(Phase.FORWARD, f"layer {layers}, experts", exchanging)
-    if layers and (pieces := _list_gelu_pieces(batch)):
-        yield _sum_gelu_moment(batch, layers, chunk.recomputed, [*chunk.hold(layers), *pieces])
+    at_end = chunk.hold(layers + 1)
+    at_end += _list_kept(batch, layers, chunk.recomputed)
+    at_end += _list_rows(batch, _keep_ends(batch, chunk.starts, chunk.ends))
+    if layers:
+        yield from _list_last_layer_moments(chunk)
     if not chunk.ends:
         yield ListedMoment(Phase.FORWARD, "last layer", at_end)
         return
@@ -839,8 +843,27 @@ def _list_loss_moments(chunk: _ChunkOfLayers) -> Iterator[ListedMoment]:
     yield ListedMoment(Phase.FORWARD, "cross entropy", [*at_end, *loss])
     if batch.precision == "fp16" or batch.split:
         yield ListedMoment(Phase.BACKWARD, "cross entropy", [*at_end, *loss])
+    logits = loss[0]
     of_weight = [chunk.make_gradients(chunk.matrix), _describe_wide_logits(batch)]
-    yield ListedMoment(Phase.BACKWARD, "output layer", [*at_end, loss[0], *chunk.hidden_gradient, *of_weight])
+    at_output = [*at_end, logits, *chunk.hidden_gradient, *of_weight]
+    yield ListedMoment(Phase.BACKWARD, "output layer", at_output)
+
+
+def _list_last_layer_moments(chunk: _ChunkOfLayers) -> Iterator[ListedMoment]:
+    """Moments of forward within a chunk's last layer that can be the highest."""
+    batch = chunk.batch
+    layers = chunk.layers
+    if batch.expert_share:
+        exchanging = chunk.hold(layers)
+        exchanging += chunk.keep_below(layers)
+        exchanging += _list_rows(batch, _hold_exchanging_experts(batch))
+        yield ListedMoment(Phase.FORWARD, f"layer {layers}, experts", exchanging)
+    pieces = _list_gelu_pieces(batch)
+    if pieces:
+        in_gelu = [*chunk.hold(layers), *pieces]
+        in_gelu += chunk.keep_below(layers)
+        in_gelu += _list_rows(batch, _keep_layer(batch))
+        yield ListedMoment(Phase.FORWARD, f"layer {layers}, GELU", in_gelu)
 
 
 def _list_layer_moments(chunk: _ChunkOfLayers) -> Iterator[ListedMoment]:
@@ -908,8 +931,10 @@ def _find_highest_moment(chunk: _ChunkOfLayers, layer: int) -> ListedMoment:
     own = Held({MASKS: batch.mask_bytes})
     if layer <= chunk.recomputed and batch.copies_of_norms[0]:
         own[RECOMPUTED] = batch.input_bytes
-    below = _list_kept(batch, layer - 1, min(layer - 1, chunk.recomputed))
-    rows = [*chunk.hold(layer), *below, *_list_rows(batch, own + held), chunk.make_gradients(made + new)]
+    rows = chunk.hold(layer)
+    rows += chunk.keep_below(layer)
+    rows += _list_rows(batch, own + held)
+    rows.append(chunk.make_gradients(made + new))
     return ListedMoment(Phase.BACKWARD, f"layer {layer}, {operation}", rows)
 
 
@@ -922,7 +947,8 @@ def _list_embedding_moments(chunk: _ChunkOfLayers) -> Iterator[ListedMoment]:
         added = chunk.parameters + tied_matrix
     else:
         added = chunk.output_gradient + matrix + chunk.waiting
-        added += chunk.expert_parameters if chunk.expert_gradients_stay else 0
+        if chunk.expert_gradients_stay:
+            added += chunk.expert_parameters
     if plan.sharding is not None:
         ends = chunk.parameters - chunk.layers * chunk.layer_parameters
         added = ends + tied_matrix
@@ -935,20 +961,8 @@ def _list_embedding_moments(chunk: _ChunkOfLayers) -> Iterator[ListedMoment]:
     is_third = chunk.is_tied and (chunk.batch.on_cpu or chunk.batch.precision == "fp16")
     third = chunk.make_gradients(matrix if is_third else 0)
     last = max([*chunk.hidden_gradient, third], key=lambda row: row.num_bytes)
-    yield ListedMoment(Phase.BACKWARD, "embedding", [*chunk.hold(0), chunk.make_gradients(added), last])
-
-
-def _sum_gelu_moment(batch: MicroBatch, layers: int, recomputed: int, outside: list[LedgerRow]) -> ListedMoment:
-    """The last layer's GELU in forward, beside what the layers below keep.
-
-    Args:
-        layers: Of the stage's chunk.
-        recomputed: How many of them keep their input only.
-        outside: Rows of all that the layers have no part in.
-    """
-    below = _list_kept(batch, layers - 1, min(recomputed, layers - 1))
-    own_layer = _list_rows(batch, _keep_layer(batch))
-    return ListedMoment(Phase.FORWARD, f"layer {layers}, GELU", [*outside, *below, *own_layer])
+    at_embedding = [*chunk.hold(0), chunk.make_gradients(added), last]
+    yield ListedMoment(Phase.BACKWARD, "embedding", at_embedding)
 
 
 # --- sums that stand beside a measured snapshot
@@ -990,16 +1004,20 @@ def _measure_running_chunk(batch: MicroBatch, layers: int, recomputed: int, ends
         recomputed: How many of them keep their input only.
         ends: What the chunk keeps besides its layers.
     """
-    kept = sum(times * held.total() for held, times in _keep_layers(batch, layers, recomputed))
-    moments = [kept + ends.total()]
+    moments = [_sum_layers(batch, layers, recomputed) + ends.total()]
     if recomputed:
         # of the last dropout computed again: its mask and its result
         dropped = batch.mask_bytes + batch.input_bytes if batch.shape.hidden_dropout else 0
         moments.append(recomputed * batch.input_bytes + _keep_layer(batch).total() + dropped)
     if layers and batch.attends_in_fp32 and batch.recomputes_attention:
-        below = sum(times * held.total() for held, times in _keep_layers(batch, layers - 1, max(recomputed - 1, 0)))
+        below = _sum_layers(batch, layers - 1, max(recomputed - 1, 0))
         moments.append(below + _measure_attention_recomputed_in_fp32(batch))
     return max(moments)
+
+
+def _sum_layers(batch: MicroBatch, layers: int, recomputed: int) -> int:
+    """Bytes for each token that so many layers keep, of which `recomputed` keep their input only."""
+    return sum(times * held.total() for held, times in _keep_layers(batch, layers, recomputed))
 
 
 def _measure_attention_recomputed_in_fp32(batch: MicroBatch) -> int:

@@ -78,7 +78,9 @@ def count_moments(plan: Plan) -> int:
     parameters = count_parameters(plan.rank_shape, plan.stage)
     if o.optimizer == "muon":
         return 2 * parameters - sum(count_matrix_parameters(plan.rank_shape, plan.stage).values())
-    return parameters * (2 if o.optimizer == "adam" else int(o.sgd_momentum > 0))
+    if o.optimizer == "adam":
+        return 2 * parameters
+    return parameters if o.sgd_momentum > 0 else 0
 
 
 @dataclass(frozen=True)
@@ -116,19 +118,33 @@ def _group_parameters(
         expert_ranks: That share out the state of experts.
     """
     number = count_parameters(shape, stage)
-    weights = [count_linear_weights(shape, layer) for layer in fp8_layers]
-    in_fp8 = sum(of_all for of_all, _ in weights)
+    in_fp8 = 0
+    of_experts_in_fp8 = 0
+    for layer in fp8_layers:
+        of_all, of_expert = count_linear_weights(shape, layer)
+        in_fp8 += of_all
+        of_experts_in_fp8 += of_expert
     if shape.experts is None:
         return (ParameterGroup(number, count_layer_parameters(shape), ranks, in_fp8),)
     layers = max(len(stage.layers), 1)
     parts = count_parameter_parts(shape, stage)
     of_experts = parts["experts"]
     of_layers = sum(parts[name] for name in ("attention", "MLP", "router", "shared expert", "norms"))
-    others = ParameterGroup(number - of_experts, of_layers // layers, ranks, in_fp8)
+    others = ParameterGroup(
+        number=number - of_experts,
+        of_layer=of_layers // layers,
+        ranks=ranks,
+        in_fp8=in_fp8,
+    )
     if not of_experts:
         return (others,)
-    in_fp8 = sum(of_expert for _, of_expert in weights)
-    return others, ParameterGroup(of_experts, of_experts // layers, expert_ranks, in_fp8)
+    experts = ParameterGroup(
+        number=of_experts,
+        of_layer=of_experts // layers,
+        ranks=expert_ranks,
+        in_fp8=of_experts_in_fp8,
+    )
+    return others, experts
 
 
 def list_groups(category: str, name: str, each: int, groups: Sequence[ParameterGroup]) -> Iterator[LedgerRow]:
@@ -176,21 +192,19 @@ def per_parameter(category: str, name: str, each: int, number: int, ranks: int =
 def list_states(plan: Plan, processor: Processor | None) -> Iterator[LedgerRow]:
     """Rows of what lives from step to step: states, buffers of gradients, the batch and cuBLAS workspaces."""
     optimizer = plan.args.optimizer
-    data = plan.args.data
     groups = group_parameters(plan)
     has_momentum = optimizer.sgd_momentum > 0
     is_sharded = plan.sharding is not None
-    names = {"parameters": "weights", "master weights": "fp32 masters", "moments": f"moments of {optimizer.optimizer}"}
     of_one = state_bytes(
         1, plan.precision, plan.fp32_gradients, optimizer.optimizer, has_momentum, is_sharded=is_sharded
     )
     yield from list_fp8_weights(plan, processor)
-    for category, name in names.items():
-        if category == "moments" and optimizer.optimizer == "muon":
-            yield from _list_moments_of_muon(plan, groups)
-            continue
-        kept = _leave_out_fp8(plan, groups) if category == "parameters" else groups
-        yield from list_groups(category, name, of_one[category], kept)
+    yield from list_groups("parameters", "weights", of_one["parameters"], _leave_out_fp8(plan, groups))
+    yield from list_groups("master weights", "fp32 masters", of_one["master weights"], groups)
+    if optimizer.optimizer == "muon":
+        yield from _list_moments_of_muon(plan, groups)
+    else:
+        yield from list_groups("moments", f"moments of {optimizer.optimizer}", of_one["moments"], groups)
     if optimizer.optimizer != "sgd":
         yield _measure_step_counters(plan)
     if plan.fp32_gradients and not is_sharded:
@@ -200,10 +214,7 @@ def list_states(plan: Plan, processor: Processor | None) -> Iterator[LedgerRow]:
         bucketed = groups[0].number
         each = element_bytes(plan.precision)
         yield per_parameter("gradients", "DistributedDataParallel's buckets", each, bucketed)
-    tokens = plan.args.training.micro_batch_size * plan.rank_shape.seq_length
-    tensors = 2 + [data.reset_position_ids, data.reset_attention_mask].count(True)
-    formula = f"{tensors} x {INT64} bytes x {count(tokens)} tokens"
-    yield LedgerRow("other", "tokens, labels and their positions", tensors * INT64 * tokens, formula)
+    yield _measure_tokens(plan)
     if plan.device == "cuda":
         each = cublas_workspace_bytes(processor, plan.args.training.deterministic_mode)
         formula = f"{CUBLAS_THREADS} x {count(each)} bytes"
@@ -220,6 +231,15 @@ def _list_moments_of_muon(plan: Plan, groups: Sequence[ParameterGroup]) -> Itera
     for number, group in zip((others, of_experts), groups):
         yield per_parameter("moments", "momentum of muon", FP32, number, group.ranks)
     yield per_parameter("moments", "moments of adam", 2 * FP32, groups[0].number - others, groups[0].ranks)
+
+
+def _measure_tokens(plan: Plan) -> LedgerRow:
+    """Size the batch: tokens and labels, and for documents that are told apart positions and masks."""
+    data = plan.args.data
+    tensors = 2 + [data.reset_position_ids, data.reset_attention_mask].count(True)
+    tokens = plan.args.training.micro_batch_size * plan.rank_shape.seq_length
+    formula = f"{tensors} x {INT64} bytes x {count(tokens)} tokens"
+    return LedgerRow("other", "tokens, labels and their positions", tensors * INT64 * tokens, formula)
 
 
 def _measure_step_counters(plan: Plan) -> LedgerRow:

@@ -87,25 +87,34 @@ class Route:
 
 def find_members(group: str, layout: Layout, sharding: Sharding | None, world: World) -> Members:
     """How many ranks a rank's group has, and how many of them are on one node: the same for all ranks."""
-    node = world.local_size
     model = layout.tensor * layout.context
-    outer = model * (layout.pipeline if layout.data_is_outermost else 1)
+    # ranks of a stage lie side by side, unless stages lie within data parallel ranks
+    from_stage = model * layout.data
+    from_replica = model
+    from_block = layout.expert_block
+    if layout.data_is_outermost:
+        from_stage = model
+        from_replica = model * layout.pipeline
+        from_block = from_replica
     sharing = sharding.ranks if sharding else layout.replicas
     context = math.gcd(layout.context, sharing)
-    # ranks of a stage lie side by side, unless stages lie within data parallel ranks: a block is then one of these
     expert_replicas = layout.expert_replicas * sharing // layout.replicas
-    from_block = outer if layout.data_is_outermost else layout.expert_block
-    dimensions = {  # (ranks, how far they are apart)
+    # (ranks, how far they are apart) by dimension
+    dimensions = {
         TENSOR: [(layout.tensor, 1)],
         CONTEXT: [(layout.context, layout.tensor)],
-        DATA: [(context, layout.tensor), (sharing // context, outer)],
+        DATA: [(context, layout.tensor), (sharing // context, from_replica)],
         EXPERT: [(layout.expert_block, 1)],
         EXPERT_DATA: [(expert_replicas, from_block)],
-        PIPELINE: [(layout.pipeline, model * (1 if layout.data_is_outermost else layout.data))],
+        PIPELINE: [(layout.pipeline, from_stage)],
     }
-    sizes = dimensions[group]
-    near = math.prod(min(size, max(node // stride, 1)) for size, stride in sizes)
-    return Members(math.prod(size for size, _ in sizes), near)
+    ranks = 1
+    near = 1
+    for size, stride in dimensions[group]:
+        ranks *= size
+        of_node = max(world.local_size // stride, 1)
+        near *= min(size, of_node)
+    return Members(ranks, near)
 
 
 def find_route(kind: str, members: Members, processor: Processor) -> Route | None:
@@ -164,14 +173,16 @@ def _find_route_to_all(members: Members, processor: Processor) -> Route | None:
         near = _find_route_in_node(GATHER, members.near, processor)
         if near is None:
             return None
+        others = members.near - 1
         over = near.words.partition(" over ")[2]
-        routes.append(Route(near.gb_s, (members.near - 1) / ranks, f"{members.near - 1}/{ranks} over {over}"))
+        routes.append(Route(near.gb_s, others / ranks, f"{others}/{ranks} over {over}"))
     if members.nodes > 1:
-        if processor.network_gb_s is None:
+        gb_s = processor.network_gb_s
+        if gb_s is None:
             return None
-        far = ranks - members.near
-        words = f"{far}/{ranks} over the network between nodes at {processor.network_gb_s:g} GB/s"
-        routes.append(Route(processor.network_gb_s, far / ranks, words))
+        others = ranks - members.near
+        over = f"the network between nodes at {gb_s:g} GB/s"
+        routes.append(Route(gb_s, others / ranks, f"{others}/{ranks} over {over}"))
     return max(routes, key=lambda route: route.milliseconds(1))
 
 
@@ -374,7 +385,8 @@ def _gather_query_groups(plan: Plan, layers: int, again: int) -> Iterator[Exchan
     """
     shape = plan.rank_shape
     tokens = plan.args.training.micro_batch_size * shape.seq_length
-    num_bytes = tokens * shape.qkv_rows * shape.query_group_ranks * element_bytes(plan.precision)
+    rows_of_group = shape.qkv_rows * shape.query_group_ranks
+    num_bytes = tokens * rows_of_group * element_bytes(plan.precision)
     yield Exchange(TENSOR, GATHER, "queries, keys and values of a group", num_bytes, layers + again)
     yield Exchange(TENSOR, SCATTER, "their gradients", num_bytes, layers)
 
@@ -386,7 +398,8 @@ def _gather_sequences(plan: Plan) -> Iterator[Exchange]:
     passes = plan.batch.final // plan.samples_per_pass
     again = plan.recomputed_layers
     tokens = plan.args.training.micro_batch_size * plan.shape.seq_length
-    num_bytes = 2 * tokens * shape.num_query_groups * shape.kv_channels * element_bytes(plan.precision)
+    key_width = shape.num_query_groups * shape.kv_channels
+    num_bytes = 2 * tokens * key_width * element_bytes(plan.precision)
     yield Exchange(CONTEXT, GATHER, "keys and values", num_bytes, passes * (layers + again))
     yield Exchange(CONTEXT, SCATTER, "their gradients", num_bytes, passes * layers)
 
@@ -399,7 +412,8 @@ def _exchange_tokens(plan: Plan) -> Iterator[Exchange]:
     load = plan_expert_load(plan)
     assert load is not None
     hidden_bytes = compute_hidden_bytes(plan.rank_shape, plan.args.training.micro_batch_size, plan.precision)
-    hidden_bytes //= plan.layout.tensor if plan.layout.sequence_parallel else 1
+    if plan.layout.sequence_parallel:
+        hidden_bytes //= plan.layout.tensor
     if load.sends:
         num_bytes = int(hidden_bytes * load.rows)
         yield Exchange(EXPERT, ALL_TO_ALL, "tokens to experts", num_bytes, layers + again)
@@ -448,7 +462,8 @@ def _hand_on(plan: Plan) -> Iterator[Exchange]:
     chunks = len(stage.chunks)
     sequences = plan.args.training.micro_batch_size
     num_bytes = compute_hidden_bytes(plan.rank_shape, sequences, plan.precision)
-    num_bytes //= layout.tensor if layout.sequence_parallel else 1
+    if layout.sequence_parallel:
+        num_bytes //= layout.tensor
     # the last chunk has nobody to send to, nor has the first chunk's gradient
     forwards = chunks - 1 if stage.is_last else chunks
     backwards = chunks - 1 if stage.is_first else chunks
@@ -456,8 +471,10 @@ def _hand_on(plan: Plan) -> Iterator[Exchange]:
     yield Exchange(PIPELINE, SEND, "their gradients", num_bytes, passes * backwards)
     if plan.shape.tied_embeddings and (stage.is_first or stage.is_last):
         matrix = plan.rank_shape.padded_vocab_size * plan.shape.hidden_size
-        ranks = plan.sharding.ranks if plan.sharding else 1  # shares of gradients are fp32
-        num_bytes = matrix * gradient_bytes(plan.precision, plan.fp32_gradients or ranks > 1) // ranks
+        ranks = plan.sharding.ranks if plan.sharding else 1
+        # shares of gradients are fp32
+        in_fp32 = plan.fp32_gradients or ranks > 1
+        num_bytes = matrix * gradient_bytes(plan.precision, in_fp32) // ranks
         yield Exchange(PIPELINE, REDUCE, "gradients of the tied embedding", num_bytes, 1)
 
 
