@@ -73,15 +73,16 @@ MAX_CORE_FILES = 40
 # are what the package has today: lower them with each function that is unfolded.
 MAX_NODES_OF_A_FUNCTION = 600
 MAX_FUNCTIONS_OVER_600_NODES = 0
-MAX_FUNCTIONS_OVER_400_NODES = 46
-MAX_NODES_PER_CODE_LINE = 10.6
+MAX_FUNCTIONS_OVER_400_NODES = 31
+MAX_NODES_PER_CODE_LINE = 10.3
 # Nodes per code line of folders that are unfolded, and have one idea per statement. Lower and add, never raise.
 UNFOLDED = {
     ".": 9.7,
     "config": 9.5,
     "cpu_kernels": 10.0,
+    "planner": 10.4,
     "cli": 9.5,
-    "report": 10.6,
+    "report": 10.5,
     "instruments": 9.3,
     "watch": 9.2,
     "checkpoint": 9.6,
