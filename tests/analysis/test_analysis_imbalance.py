@@ -32,15 +32,21 @@ def test_ranks_in_turns_blame_no_single_rank():
 
 @pytest.mark.parametrize("every", [3, 7])
 def test_a_tail_names_its_rank_and_its_period(every):
-    found = find([[-300, 300] if step % every == 2 else [0, 0] for step in range(14)])
-    late = len(range(2, 14, every))
-    assert (found.rank, found.late_steps, found.steps, found.every) == (1, late, 14, every)
-    assert found.late_ms == 300 and found.lost_ms == pytest.approx(300 * late / 14)
+    found = find([[-300, 300] if step % every == 2 else [0, 0] for step in range(21)])
+    late = len(range(2, 21, every))
+    assert (found.rank, found.late_steps, found.steps, found.every) == (1, late, 21, every)
+    assert found.late_ms == 300 and found.lost_ms == pytest.approx(300 * late / 21)
 
 
 def test_a_tail_without_a_period_says_none():
     found = find([[-300, 300] if step in (1, 4, 11) else [0, 0] for step in range(14)])
     assert (found.rank, found.every, found.late_steps) == (1, None, 3)
+
+
+def test_two_late_steps_make_no_period():
+    """Any two are at one distance."""
+    found = find([[-300, 300] if step in (3, 7) else [0, 0] for step in range(14)])
+    assert (found.rank, found.every, found.late_steps) == (1, None, 2)
 
 
 @pytest.mark.parametrize(
@@ -101,6 +107,26 @@ def test_a_straggler_and_a_rank_that_is_late_at_times_are_both_named(tmp_path):
     assert found["straggler"].rank == 3 and found["straggler"].cost_ms == pytest.approx(1.6, rel=0.01)
     assert found["late-at-times"].rank == 1 and found["late-at-times"].cost_ms == pytest.approx(0.8, rel=0.01)
     assert len(found) == 2
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_a_rank_costs_what_it_comes_later_than_the_straggler(tmp_path, world):
+    """Also where the straggler is one of few, or the only one, beside whom the rank's lateness is measured."""
+    on_time = [0] * (world - 2)
+    moving([[2000, *on_time, 5000 if step % 5 == 2 else 0] for step in range(20)])(tmp_path)
+    found = late_findings(tmp_path)
+    assert found["straggler"].rank == 0 and found["straggler"].cost_ms == pytest.approx(2 * 16 / 20, rel=0.01)
+    late = found["late-at-times"]
+    assert late.rank == world - 1 and late.cost_ms == pytest.approx((5 - 2) * 4 / 20, rel=0.01)
+    imbalance = analyze([tmp_path]).facts.ranks.imbalance
+    assert imbalance.late_ms == pytest.approx(5 - 2, rel=0.01)
+    assert (imbalance.usual[0], imbalance.late_steps, imbalance.every) == (0, 4, 5)
+
+
+def test_of_two_ranks_one_that_computes_longer_is_told_so_beside_a_straggler(tmp_path):
+    moving([[2000, 6000 if step % 6 == 2 else 0] for step in range(20)])(tmp_path)
+    assert analyze([tmp_path]).facts.ranks.imbalance.computes is True
+    assert "the late rank computes longer" in str(late_findings(tmp_path)["late-at-times"].evidence)
 
 
 def test_a_straggler_alone_is_the_only_late_rank(tmp_path):

@@ -17,6 +17,7 @@ LATE = 0.05  # of the median step, by which a rank is late in a step
 # fewer do not show a pattern; so many late ones must be where ranks take turns and are on time in most steps
 MIN_TURN_STEPS, MIN_TAIL_STEPS = 4, 6
 MIN_LATE_STEPS = 2  # of a tail: a single odd step is no pattern
+MIN_PERIODIC_STEPS = 3  # that are late: any two are at one distance
 MOSTLY_ONE = 0.8  # of the waiting that a rank must cause to be the one of a tail
 MIN_TURN = 0.25  # of an equal share of the waiting that a rank must cause to take part in turns
 ABOVE_USUAL = 3.0  # times the waiting of other steps that late ones must have
@@ -35,7 +36,7 @@ def find_imbalance(
     for unknown; step_ms: of the median step.
     """
     steps = net_ms.shape[1]
-    if not len(ranks) or steps < MIN_TURN_STEPS or step_ms <= 0:
+    if len(ranks) < 2 or steps < MIN_TURN_STEPS or step_ms <= 0:
         return None
     lost = np.maximum(net_ms.max(axis=0), 0.0)
     last = net_ms.argmax(axis=0)
@@ -89,7 +90,9 @@ def _takes_turns(late: Flags, shares: Numbers) -> bool:
 
 
 def _find_period(late: Integers) -> int | None:
-    """Steps from one late step to the next; None if they are not the same each time."""
+    """Steps from one late step to the next; None if they are not the same each time, or late steps are too few."""
+    if len(late) < MIN_PERIODIC_STEPS:
+        return None
     apart = np.unique(np.diff(late))
     return int(apart[0]) if len(apart) == 1 else None
 

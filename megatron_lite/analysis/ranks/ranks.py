@@ -711,18 +711,15 @@ def _find_imbalance(
     """
     on_gpu = all(one.time.on_gpu for one in seen)
     ranks = [row.rank for row in rows]
-    net_ms = waits.caused_ms - waits.wait_ms
+    caused_ms = waits.caused_ms
     step_ms = _measure_median_step(seen)
     usual_ms = {rank: float(np.median(late_ms)) for rank, late_ms in zip(ranks, lateness_ms)}
     usual = [rank for rank, late_ms in zip(ranks, lateness_ms) if _is_usually_above(late_ms, SHARE_OF_STEP * step_ms)]
     latest = straggler.rank if straggler else max(usual, key=lambda rank: usual_ms[rank], default=None)
     if straggler is not None:
-        late = ranks.index(straggler.rank)
-        # another rank costs by what it comes later than the straggler
-        net_ms = np.delete(net_ms, late, axis=0) - usual_ms[straggler.rank]
-        compute_ms = np.delete(compute_ms, late, axis=0)
-        ranks.remove(straggler.rank)
-    found = find_imbalance(ranks, net_ms, compute_ms, step_ms, on_gpu)
+        # another rank costs by what it comes later than the straggler, which is what the straggler waits for it
+        caused_ms = np.minimum(caused_ms, waits.wait_ms[ranks.index(straggler.rank)])
+    found = find_imbalance(ranks, caused_ms - waits.wait_ms, compute_ms, step_ms, on_gpu)
     return replace(found, usual=(latest, usual_ms[latest])) if found and latest is not None else found
 
 
