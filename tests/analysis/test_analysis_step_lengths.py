@@ -7,7 +7,7 @@ from support.finding_cases import recorded
 from support.training_maker import cpu, gpu, ordinary_steps
 
 from megatron_lite.analysis.analyze import analyze
-from megatron_lite.analysis.run.step_lengths import find_slow_steps, find_slowing_steps
+from megatron_lite.analysis.run.step_lengths import find_slow_steps, find_slowing_steps, has_slow_profiled_step
 from megatron_lite.thresholds import MIN_STEPS
 
 CODES = ("slow-steps", "slowing-steps")
@@ -51,11 +51,82 @@ def test_a_window_without_slow_steps_does_not_speak_for_the_run(tmp_path):
     assert alike.verdict.confidence == "high"
 
 
+PROFILED = {"profiled": lambda at: 13 <= at < 17}  # steps 14 to 17
+
+
+@pytest.mark.parametrize(("every", "is_held"), [(8, True), (9, False)])
+def test_a_window_that_holds_a_slow_step_speaks_for_the_run(tmp_path, every, is_held):
+    """Step 16 is one of those that take longer, or step 18 just after the window."""
+    found, report = find(tmp_path, ms=grows(90.0, every), **PROFILED)
+    text = found["slow-steps"].evidence[0].text
+    assert text.startswith(f"4 of 35 steps take 90 ms, every {every} steps (the median: 10 ms)")
+    assert ("none of them in the trace" in report.verdict.why) is not is_held
+    assert report.verdict.confidence == ("high" if is_held else "low")
+
+
+@pytest.mark.parametrize(
+    ("columns", "is_slow"), [({}, True), ({"compiling": lambda at: at == 14}, False), ({"core_wait_ms": 80.0}, False)]
+)
+def test_a_profiled_step_is_slow_by_itself(tmp_path, columns, is_slow):
+    """Not by compiling, nor by waiting for a core."""
+    lengths = lambda at: 90.0 if at == 14 else 10.0
+    _, report = find(tmp_path, ms=lengths, **PROFILED, **columns)
+    assert has_slow_profiled_step(report.facts.run, False, limit_ms=15.0) is is_slow
+
+
+@pytest.mark.parametrize(
+    ("columns", "every"),
+    [
+        (PROFILED, 8),
+        ({"phase_save": lambda at: 5.0 if at == 15 else 0.0}, 8),
+        ({"phase_eval": lambda at: 5.0 if at in (15, 23) else 0.0}, 8),
+        # step 16 was looked at, and is as short as others
+        ({"ms": lambda at: 90.0 if at % 8 == 7 and at != 15 else 10.0}, None),
+        # 8, 24, 32, 39
+        ({"ms": lambda at: 90.0 if at in (7, 15, 23, 31, 38) else 10.0} | PROFILED, None),
+    ],
+)
+def test_a_slow_step_that_does_not_count_leaves_the_distances_equal(tmp_path, columns, every):
+    _, report = find(tmp_path, **{"ms": grows(90.0, 8), **columns})
+    slow = find_slow_steps(report.facts.run, False)
+    assert 16 not in slow.iterations and slow.every == every
+
+
+@pytest.mark.parametrize(
+    ("own", "waits", "phase"),
+    [
+        ({"data": 80.0}, {"backward": 100.0}, ""),  # the wait alone makes backward longest
+        ({"data": 80.0}, {"backward": 60.0}, ""),  # nobody knows that it is not in data
+        ({"data": 80.0}, {"backward": 20.0}, "data"),
+        ({"data": 80.0}, {"data": 100.0}, "data"),  # whatever of it is the wait
+        ({}, {"backward": 100.0}, ""),
+    ],
+)
+def test_a_phase_that_may_be_longer_by_waiting_for_a_core_is_not_named(tmp_path, own, waits, phase):
+    """Every eighth step computes 80 ms more, in a phase or in none, and waits for a core."""
+    wait_ms = sum(waits.values())
+    usual = {"data": 0.1, "backward": 5.5}
+    in_slow = {name: ms + own.get(name, 0.0) + waits.get(name, 0.0) for name, ms in usual.items()}
+    phases = {f"phase_{name}": lambda at, name=name: in_slow[name] if at % 8 == 7 else usual[name] for name in usual}
+    waited = lambda at: wait_ms if at % 8 == 7 else 0.0
+    _, report = find(tmp_path, ms=grows(90.0 + wait_ms, 8), core_wait_ms=waited, **phases)
+    slow = find_slow_steps(report.facts.run, False)
+    assert (slow.every, slow.slow_ms, slow.phase) == (8, pytest.approx(90.0), phase)
+
+
 def test_steps_that_get_slower_are_named(tmp_path):
     found, report = find(tmp_path, ms=lambda at: 10.0 + 0.5 * at, phase_backward=lambda at: 5.5 + 0.5 * at)
     assert list(found) == ["slowing-steps"] and report.verdict.confidence == "low"
     slowing = find_slowing_steps(report.facts.run, False)
     assert slowing.phase == "backward" and slowing.last_ms - slowing.first_ms == pytest.approx(15.0, rel=0.05)
+
+
+@pytest.mark.parametrize(("wait_ms", "codes"), [(3.0, ["slowing-steps"]), (15.0, [])])
+def test_steps_that_get_slower_beside_a_few_other_jobs_are_named(tmp_path, wait_ms, codes):
+    """The same wait for a core in all steps, which is far less than what they get slower, or more."""
+    growing = {"ms": lambda at: 10.0 + wait_ms + 0.5 * at, "phase_backward": lambda at: 5.5 + 0.5 * at}
+    found, report = find(tmp_path, core_wait_ms=wait_ms, **growing)
+    assert list(found) == codes and "busy-machine" in [one.code for one in report.findings]
 
 
 def noise(seed, share):

@@ -1,10 +1,13 @@
 """Steps that take far longer than the others, and steps that get slower; a window of a few steps shows neither."""
 
+from collections.abc import Sequence
+
 from megatron_lite.analysis.findings.base import (
     Evidence,
     Finding,
     Observation,
     Recording,
+    Rule,
     build_time_finding,
     could_not_look,
     rule,
@@ -17,14 +20,20 @@ from megatron_lite.analysis.findings.machine_rules import find_busy_machine
 from megatron_lite.analysis.rank_facts import MATTERS, in_ms
 from megatron_lite.analysis.run.every_step import OTHER
 from megatron_lite.analysis.run.run_results import Run
-from megatron_lite.analysis.run.step_lengths import MIN_TYPICAL_STEPS, SlowSteps, find_slow_steps, find_slowing_steps
+from megatron_lite.analysis.run.step_lengths import (
+    MIN_TYPICAL_STEPS,
+    SlowSteps,
+    find_slow_steps,
+    find_slowing_steps,
+    has_slow_profiled_step,
+)
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.formats.file_names import STEPS_FILE
 from megatron_lite.phases import Phase
 from megatron_lite.units import significant
 
 MAX_NAMED = 5
-TOLD = 0.5  # of what slow steps cost, that another finding must tell to be the same
+TOLD = 0.5  # of what these steps cost, that another finding must tell to be the same
 COMPUTING = (Phase.FORWARD.value, Phase.BACKWARD.value, Phase.OPTIMIZER_STEP.value, "")
 ADVICE = {
     Phase.DATA.value: (
@@ -44,7 +53,7 @@ def find_some_slow_steps(facts: Facts, run: Run) -> Finding | Observation:
         few steps shows it only by chance.
     Measured: the lengths of all typical steps in steps.jsonl, without evaluating, saving, compiling, the first steps
         and waiting for CPU cores, with a GPU by its own clock: those above 1.5 medians and far above the spread. The
-        phase is the one that takes most of what they take more.
+        phase is the one that takes most of what they take more, wherever they waited for a core.
     Cost: what they take more than the median step, mean over all steps.
     Do: look at what happens in these steps; do it less often, ahead, or in a thread.
     Flags: --num-workers N; profile such a step: --profile-step-start N --profile-step-end N+1.
@@ -58,7 +67,9 @@ def find_some_slow_steps(facts: Facts, run: Run) -> Finding | Observation:
     text = _describe_slow_steps(found)
     if found.lost_ms < MATTERS * mean_ms:
         return saw(Evidence(text, STEPS_FILE))
-    by_another = _find_same(facts, found)
+    causes = [find_busy_machine, find_late_at_times, find_late_in_turns]
+    causes += [find_starved_loader] if found.phase == Phase.DATA.value else []
+    by_another = _find_same(facts, causes, found.lost_ms)
     if by_another is not None:
         return told_by(by_another.code, text)
     is_by_chance = found.every is None and found.phase in COMPUTING
@@ -99,8 +110,9 @@ def find_steps_that_get_slower(facts: Facts, run: Run) -> Finding | Observation:
         f"the median step takes {in_ms(found.first_ms)} in the first quarter of the run and {in_ms(found.last_ms)} in"
     )
     seen = [Evidence(f"{text} the last, longer in each", STEPS_FILE)]
-    if find_busy_machine(facts) is not None:
-        return told_by(find_busy_machine.code, seen[0].text)
+    by_another = _find_same(facts, [find_busy_machine], found.lost_ms)
+    if by_another is not None:
+        return told_by(by_another.code, seen[0].text)
     if found.lost_ms < MATTERS * found.first_ms:
         return saw(*seen)
     if found.phase:
@@ -120,29 +132,27 @@ def _look_at_steps(run: Run) -> Observation:
 
 
 def _describe_slow_steps(found: SlowSteps) -> str:
-    """ "3 of 40 steps take 2,000 ms (median 10 ms), every 13 steps"."""
+    """Describe them as in "4 of 35 steps take 90 ms, every 13 steps (the median: 10 ms)"."""
     if found.every is not None:
-        when = f", every {found.every} steps"
+        when = f"every {found.every} steps"
     elif found.in_a_row:
-        when = f", in a row (steps {found.iterations[0]} to {found.iterations[-1]})"
+        when = f"in a row from step {found.iterations[0]} to {found.iterations[-1]}"
     else:
         more = ", ..." if len(found.iterations) > MAX_NAMED else ""
-        when = f" (steps {', '.join(map(str, found.iterations[:MAX_NAMED]))}{more})"
-    lengths = f"{significant(found.slow_ms)} ms, and the median {significant(found.typical_ms)} ms"
-    return f"{len(found.iterations)} of {found.steps} typical steps take {lengths}{when}"
+        when = f"at steps {', '.join(map(str, found.iterations[:MAX_NAMED]))}{more}"
+    take = f"{len(found.iterations)} of {found.steps} steps take {significant(found.slow_ms)} ms"
+    return f"{take}, {when} (the median: {significant(found.typical_ms)} ms)"
 
 
 def _name_phase(phase: str) -> str:
     return "what is in no phase" if phase == OTHER else f"the phase {phase}"
 
 
-def _find_same(facts: Facts, found: SlowSteps) -> Finding | None:
-    """The finding that tells the same cost."""
-    causes = [find_busy_machine, find_late_at_times, find_late_in_turns]
-    causes += [find_starved_loader] if found.phase == Phase.DATA.value else []
+def _find_same(facts: Facts, causes: Sequence[Rule], lost_ms: float) -> Finding | None:
+    """Find the first of these causes whose finding tells of `lost_ms` per step, or most of it; None without one."""
     for cause in causes:
         told = cause(facts)
-        if told is not None and (told.cost_ms or 0.0) >= TOLD * found.lost_ms:
+        if told is not None and (told.cost_ms or 0.0) >= TOLD * lost_ms:
             return told
     return None
 
@@ -154,9 +164,9 @@ def doubt_window(facts: Facts) -> str:
     if run is None:
         return ""
     if find_some_slow_steps(facts) is not None:
-        found = find_slow_steps(run, bool(facts.on_gpu))
-        profiled = set(run.iterations[run.profiled].tolist())
-        if found is not None and not profiled & set(found.iterations):
+        on_gpu = bool(facts.on_gpu)
+        found = find_slow_steps(run, on_gpu)
+        if found is not None and not has_slow_profiled_step(run, on_gpu, found.limit_ms):
             return f"{_describe_slow_steps(found)}, none of them in the trace"
     if find_steps_that_get_slower(facts) is not None:
         return "steps get slower over the run"

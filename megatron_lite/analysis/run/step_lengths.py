@@ -30,10 +30,12 @@ class SlowSteps:
     steps: int  # all that were looked at
     slow_ms: float  # the median of them
     typical_ms: float
+    limit_ms: float  # what takes longer is slow
     lost_ms: float  # beyond the typical step, mean over all steps
     every: int | None  # steps from one to the next, where it is always the same
     in_a_row: bool  # they follow each other
-    phase: str  # that takes most of what they take more; "other": outside of all phases; "": none does
+    # that takes most of what they take more; "other": outside of all phases; "": none is known to
+    phase: str
     phase_ms: float  # how much longer it takes than in the typical step
 
 
@@ -51,7 +53,7 @@ class SlowingSteps:
 
 def find_slow_steps(run: Run, on_gpu: bool) -> SlowSteps | None:
     """Find steps that take far longer than the typical one; None where there are none, or a single one."""
-    rows, own_ms = _measure_own(run, on_gpu)
+    rows, own_ms = _measure_typical(run, on_gpu)
     if len(rows) < MIN_TYPICAL_STEPS:
         return None
     typical_ms = float(np.median(own_ms))
@@ -70,26 +72,53 @@ def find_slow_steps(run: Run, on_gpu: bool) -> SlowSteps | None:
     excess_ms = float(beyond_ms.mean())
     phase, phase_ms = _find_growing_phase(run, on_gpu, rows[~slow], rows[slow], excess_ms)
     at = np.flatnonzero(slow)
-    # between them, steps that do not count take their place
-    iterations = run.iterations[rows[at]]
-    apart = np.unique(np.diff(iterations))
-    is_regular = len(at) > 2 and len(apart) == 1 and apart[0] > 1
+    iterations = run.iterations[rows]
+    slow_iterations = iterations[slow]
     return SlowSteps(
-        iterations=tuple(iterations.tolist()),
+        iterations=tuple(slow_iterations.tolist()),
         steps=len(rows),
         slow_ms=float(np.median(own_ms[slow])),
         typical_ms=typical_ms,
+        limit_ms=limit_ms,
         lost_ms=float(beyond_ms.sum()) / len(rows),
-        every=int(apart[0]) if is_regular else None,
+        every=_find_period(iterations, slow_iterations),
         in_a_row=bool((np.diff(at) == 1).all()),
         phase=phase,
         phase_ms=phase_ms,
     )
 
 
+def _find_period(iterations: Integers, slow: Integers) -> int | None:
+    """Find how many steps apart slow ones are, where it is always the same number.
+
+    Args:
+        iterations: of all steps that were looked at; where one of the others is due, nothing is known of it.
+        slow: those of the slow steps.
+
+    Returns:
+        The number; None for unequal distances, for steps in a row, and for fewer than three.
+    """
+    if len(slow) < 3:
+        return None
+    period = int(np.diff(slow).min())
+    if period == 1:
+        return None
+    due = np.arange(slow[0], slow[-1] + 1, period)
+    is_on_time = np.isin(slow, due).all()
+    looked_at = due[np.isin(due, iterations)]
+    return period if is_on_time and len(looked_at) == len(slow) else None
+
+
+def has_slow_profiled_step(run: Run, on_gpu: bool, limit_ms: float) -> bool:
+    """Tell whether a profiled step takes longer than `limit_ms`, other than by compiling."""
+    own_ms = _measure_own(run, on_gpu)
+    seen: Flags = run.profiled & ~run.compiling
+    return bool((own_ms[seen] > limit_ms).any())
+
+
 def find_slowing_steps(run: Run, on_gpu: bool) -> SlowingSteps | None:
     """Find steps that take longer from quarter to quarter of the run; None where they do not, or batches grow."""
-    rows, own_ms = _measure_own(run, on_gpu)
+    rows, own_ms = _measure_typical(run, on_gpu)
     if len(rows) < MIN_TYPICAL_STEPS:
         return None
     batch_sizes = np.unique(run.batch_sizes[rows])
@@ -121,18 +150,26 @@ def find_slowing_steps(run: Run, on_gpu: bool) -> SlowingSteps | None:
     )
 
 
-def _measure_own(run: Run, on_gpu: bool) -> tuple[Integers, Numbers]:
-    """Rows of typical steps, and how long each takes on the GPU, or on the host without waiting for a core, ms."""
-    lengths_ms = run.gpu_ms if on_gpu else run.training_ms
-    known: Flags = run.ordinary & ~np.isnan(lengths_ms)
+def _measure_typical(run: Run, on_gpu: bool) -> tuple[Integers, Numbers]:
+    """Rows of the typical steps whose length is known, and how long each takes by itself, ms."""
+    own_ms = _measure_own(run, on_gpu)
+    known: Flags = run.ordinary & ~np.isnan(own_ms)
     rows = np.flatnonzero(known)
+    return rows, own_ms[rows]
+
+
+def _measure_own(run: Run, on_gpu: bool) -> Numbers:
+    """How long each step takes on the GPU, or on the host without waiting for a core, ms; NaN for unknown."""
+    lengths_ms = run.gpu_ms if on_gpu else run.training_ms
+    return lengths_ms - _measure_waits(run, on_gpu)
+
+
+def _measure_waits(run: Run, on_gpu: bool) -> Numbers:
+    """What each step's length has of waiting for a core, ms; 0 by the GPU's clock and for unknown."""
     if on_gpu:
-        return rows, lengths_ms[rows]
-    if not len(run.core_wait_ms):
-        return rows, lengths_ms[rows]
-    waits_ms = np.nan_to_num(run.core_wait_ms[rows])
-    own_ms: Numbers = np.maximum(lengths_ms[rows] - waits_ms, 0.0)
-    return rows, own_ms
+        return np.zeros(len(run.iterations))
+    waits_ms: Numbers = np.minimum(np.nan_to_num(run.core_wait_ms), run.training_ms)
+    return waits_ms
 
 
 def _find_growing_phase(
@@ -148,7 +185,8 @@ def _find_growing_phase(
         excess_ms: how much longer they take.
 
     Returns:
-        Its name, OTHER for what is in no phase, and how much longer it takes, ms; ("", 0) where no one explains it.
+        Its name, OTHER for what is in no phase, and how much longer it takes, ms; ("", 0) where no one explains it,
+        or only if it does not hold what these steps wait longer for a core.
     """
     names = list(run.phases_ms)
     if not names:
@@ -161,11 +199,16 @@ def _find_growing_phase(
     whole_ms = run.gpu_ms if on_gpu else run.training_ms
     in_phases_ms = np.sum(list(by_phase.values()), axis=0)
     by_phase[OTHER] = np.maximum(whole_ms - in_phases_ms, 0.0)
-    grown = {}
-    for name, ms in by_phase.items():
-        usual_ms = np.median(ms[usual])
-        grown[name] = float(ms[longer].mean() - usual_ms)
+    grown = {name: _measure_growth(ms, usual, longer) for name, ms in by_phase.items()}
     most = max(grown, key=lambda name: grown[name])
-    if grown[most] < EXPLAINED * excess_ms:
+    waits_ms = _measure_growth(_measure_waits(run, on_gpu), usual, longer)
+    # no step says in which phase it waited: all of it may be in this one
+    at_least_ms = grown[most] - max(waits_ms, 0.0)
+    if at_least_ms < EXPLAINED * excess_ms:
         return "", 0.0
     return most, grown[most]
+
+
+def _measure_growth(ms: Numbers, usual: Integers, longer: Integers) -> float:
+    """How much more of `ms` the longer steps have than the usual one."""
+    return float(ms[longer].mean() - np.median(ms[usual]))
