@@ -21,7 +21,7 @@ EXPERTS = "experts"  # ranks that together have all experts once
 EXPERT_REPLICAS = "replicas of experts"  # ranks that hold the same part of the experts
 MICRO_BATCH = "tokens of a micro-batch"  # ranks that together have all tokens of a micro-batch
 QUERY_GROUP = "tensor, of a query group"  # tensor parallel ranks that share queries' keys and values
-ENDS = "ends"  # the first and the last stage, which both have a tied embedding
+ENDS = "ends"  # the first and the last stage, which both have an embedding that is tied, or that further tokens need
 
 # Dimensions of a layout as reports name them, with words of descriptions of process groups that tell of them: by
 # PyTorch's device meshes, Megatron-LM, torchtitan, and this trainer, whose older traces say copies and rows

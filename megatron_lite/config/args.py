@@ -264,7 +264,7 @@ class TrainingArgs:
     )
     error_injection_type: str = flag(
         "transient_error",
-        "transient_error ends with exit code 17, the others save and end with 16.",
+        "transient_error ends with exit code 17, the others with 16; all save before.",
         choices=("correct_result", "transient_error", "persistent_error"),
     )
     manual_gc: bool = flag(False, "Run Python's garbage collector only at --manual-gc-interval.")

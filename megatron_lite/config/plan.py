@@ -251,6 +251,13 @@ class Plan:
         return recomputed_layers(m.recompute_granularity, m.recompute_method, m.recompute_num_layers, layers)
 
     @property
+    def recomputes_further_layers(self) -> bool:
+        """Whether layers of multi-token prediction forget their activations: as in Megatron-LM, not with
+        --recompute-method block."""
+        m = self.args.model
+        return m.recompute_granularity == "full" and m.recompute_method == "uniform"
+
+    @property
     def recomputed_layers(self) -> int:
         """How many layers of this stage, of all its chunks, forget their activations."""
         return sum(self.count_recomputed(len(chunk)) for chunk in self.stage.chunks)

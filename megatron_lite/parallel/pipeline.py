@@ -406,7 +406,7 @@ def is_copy(stage: Stage, name: str) -> bool:
 
 
 def add_ends(pipeline: Pipeline, names: list[str], gradients: Sequence[Tensor | None]) -> None:
-    """Have the copies of a tied embedding on both ends get the sum of their gradients. Collective among the two.
+    """Have the copies of an embedding on both ends get the sum of their gradients. Collective among the two.
 
     Args:
         pipeline: This rank's.

@@ -101,7 +101,7 @@ class Replica(ABC):
         self.replicate_ranks = find_replicate_ranks(plan)
         self.expert_replicate_ranks = find_expert_replicate_ranks(plan)
         self._tensor_group = find_group(groups.mesh, TENSOR)
-        # what tensor parallel ranks hold alike is the first one's, and a tied embedding the first stage's
+        # what tensor parallel ranks hold alike is the first one's, and an embedding on both ends the first stage's
         self.owned = [(layout.tensor_rank == 0 or is_split(name)) and not is_copy(stage, name) for name in self.names]
         holds_all = groups.mesh is None and layout.expert_block == 1
         self.sum_over_ranks = None if holds_all else self._sum_over_ranks

@@ -70,8 +70,7 @@ def build_model(plan: Plan, groups: Groups, backend: Backend) -> nn.Module:
     _put_on_layers(model, plan, kernels, groups)
     backend.compile_layers(model, plan)
     recompute_layers(model.decoder.layers, plan.stage.chunks, plan.count_recomputed)
-    # as in Megatron-LM, not with --recompute-method block
-    if model.mtp is not None and plan.args.model.recompute_method == "uniform":
+    if model.mtp is not None and plan.recomputes_further_layers:
         recompute_all(model.mtp.list_layers())
     return model
 

@@ -91,8 +91,8 @@ class Checkpoints:
             self._copies = HostCopies(self._my_share())
 
     def _find_others(self) -> set[str]:
-        """Find the flat names of what other ranks write: of what tensor parallel ranks hold alike one has them, of a
-        tied embedding the first stage."""
+        """Find the flat names of what other ranks write: of what tensor parallel ranks hold alike one has them, of an
+        embedding on both ends of a pipeline the first stage."""
         replica = self.replica
         others: set[str] = set()
         for name, is_owned in zip(replica.names, replica.owned, strict=True):

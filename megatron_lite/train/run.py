@@ -18,7 +18,7 @@ from megatron_lite.train.build_replica import build_replica, log_model, set_seed
 from megatron_lite.train.checkpoint import Checkpoints
 from megatron_lite.train.choose_kernels import describe_precision
 from megatron_lite.train.data_streams import DataStreams
-from megatron_lite.train.error_injection import ErrorInjection
+from megatron_lite.train.error_injection import InjectingStep
 from megatron_lite.train.loop import Progress, StepHook, StepLog, StepObserver, train
 from megatron_lite.train.real_backend import RealBackend
 from megatron_lite.train.step import BatchMaker, TrainingStep
@@ -83,9 +83,9 @@ def run(plan: Plan, streams: DataStreams, eod: int | None, instruments: RunObser
         reason = None
         if not plan.args.training.skip_train:
             computed = instruments.gradients_computed if plan.world.size > 1 else None
-            step = TrainingStep(plan, replica, optimizer, make_batch, computed)
-            injection = ErrorInjection(plan, saving, progress.started_at)
-            hooks: list[StepHook] = [saving, GarbageCollectionHook(plan.args.training), injection]
+            training_step = TrainingStep(plan, replica, optimizer, make_batch, computed)
+            step = InjectingStep(training_step, plan, saving, progress)
+            hooks: list[StepHook] = [saving, GarbageCollectionHook(plan.args.training)]
             if validation is not None:
                 hooks.insert(0, validation)
             exits = ExitConditions(plan.args.training, device, checkpoints, plan.args.checkpoint.async_save)

@@ -150,6 +150,7 @@ SCATTER = {"name": "_reduce_scatter_base", "kernel": "ncclDevKernel_ReduceScatte
             "gathers of features",
         ),  # whole gradients are summed: SyncBatchNorm, metrics
         (SCATTER, 2**24, "parameter-gather", "weight gathering"),  # ZeRO-1 and on
+        ({}, 2**24, "parameter-gather", "weight gathering"),  # ZeRO-1 that sums whole gradients
     ],
 )
 def test_gathers_beside_whole_sums_of_gradients_are_no_weights(tmp_path, gradients, gathered, code, title):

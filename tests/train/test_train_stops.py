@@ -35,7 +35,7 @@ from megatron_lite.config.world import World
 from megatron_lite.errors import DivergedError, InjectedError, UserError
 from megatron_lite.instruments.base import Instrument
 from megatron_lite.train import choose_kernels, step_hooks
-from megatron_lite.train.error_injection import ErrorInjection
+from megatron_lite.train.error_injection import InjectingStep
 
 DIVERGING = "--lr 1e30 --lr-decay-style constant --clip-grad 0 --train-iters 8"
 LINE = r"iteration (\d+): the loss on rank (.+?) is NaN or Inf; .*not saved.*--no-check-for-nan-in-loss-and-grad"
@@ -280,12 +280,26 @@ def test_an_injected_error_ends_the_run_as_megatron_does(kind, code, tmp_path):
     wrong = int(re.match(r"iteration (\d+)", str(caught.value))[1])
     assert wrong == done + 1 and 1 <= done < 40
     newest = save / "latest_checkpointed_iteration.txt"
-    assert newest.exists() == (code == 16)
-    if code == 16:
-        # it goes on with other errors
-        assert newest.read_text() == str(done)
-        with alone(), pytest.raises(InjectedError):
-            quietly(flags(words, "--load", save), tmp_path / "again")
+    assert newest.read_text() == str(done)
+    # it goes on with other errors
+    with alone(), pytest.raises(InjectedError, match="there is no --save"):
+        quietly(flags(words, "--load", save), tmp_path / "again")
+
+
+def test_an_injected_error_waits_for_a_save_in_the_background(tmp_path):
+    words = "--train-iters 40 --error-injection-rate 3 --async-save"
+    with alone(), pytest.raises(InjectedError, match="--save has the weights before it"):
+        quietly(flags(words, "--save", tmp_path / "save"), tmp_path / "run")
+    assert (tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text() == str(len(losses(tmp_path / "run")))
+
+
+def test_no_error_is_injected_into_steps_that_do_not_run(tmp_path):
+    """The run ends before them, or they are left out."""
+    words = "--train-iters 4 --error-injection-rate 1 --iterations-to-skip 2 3 4"
+    with alone():
+        quietly(flags(words), tmp_path / "left out")
+        quietly(flags("--train-iters 4 --error-injection-rate 1 --exit-interval 1"), tmp_path / "ended")
+    assert len(losses(tmp_path / "left out")) == len(losses(tmp_path / "ended")) == 1
 
 
 @pytest.mark.parametrize("mode", ["disabled", "report_stats"])
@@ -299,7 +313,6 @@ def test_all_ranks_draw_the_same_errors(tmp_path):
     plans = [plan_of(flags("--error-injection-rate 5"), World(rank=rank, size=2)) for rank in range(2)]
     found = []
     for plan in plans:
-        hook = ErrorInjection(plan, saving=None, started_at=0)
-        progress = SimpleNamespace(iteration=1, consumed=0)
-        found.append([hook.due(progress) for _ in range(20)])
-    assert found[0] == found[1] and True in found[0] and False in found[0]
+        step = InjectingStep(None, plan, saving=None, progress=SimpleNamespace(iteration=1, started_at=0))
+        found.append([step.find_wrong_rank(consumed=0) for _ in range(20)])
+    assert found[0] == found[1] and {None, 0, 1} == set(found[0])

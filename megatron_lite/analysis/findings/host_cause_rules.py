@@ -199,16 +199,21 @@ def find_save_in_step(facts: Facts, one: RankFacts) -> Finding | Observation:
     having = max((work.in_steps for work in works), default=0)
     steps = len(one.time.steps)
     if having == 1 and steps >= EVERY_STEP and not inside:
-        return _build_single_save(one, works, advice, flags)
+        return _find_single_save(one, works, advice, flags)
     title = "" if not 0 < having < steps or inside else "saving or evaluating in some steps"
     return find_lost_time(one, cost, text, advice, *describe_works(one, works), flags=flags, title=title)
 
 
-def _build_single_save(one: RankFacts, works: Sequence[NamedWork], advice: str, flags: tuple[str, ...]) -> Finding:
-    """Saving in one step of the window: how often it comes, the window does not tell."""
+def _find_single_save(
+    one: RankFacts, works: Sequence[NamedWork], advice: str, flags: tuple[str, ...]
+) -> Finding | Observation:
+    """Saving in one step of the window, that takes a notable share of it: how often it comes, the window does not
+    tell."""
     what = ", ".join(dict.fromkeys(work.what for work in works))
     trace_ms = sum(work.trace_ms for work in works)
     steps = counted(len(one.time.steps), "step")
+    if one.share(trace_ms) < MATTERS:
+        return saw(Evidence(f"{what}: once in {steps} of the trace, {in_ms(trace_ms)}", one.where()))
     return Finding(
         title="saving or evaluating once in the trace",
         once_ms=trace_ms,

@@ -19,6 +19,7 @@ from megatron_lite.analysis.findings.debug_rules import (
     find_anomaly_checks,
     find_unused_parameter_search,
     is_fetch_of_check,
+    measure_exposed_search,
 )
 from megatron_lite.analysis.findings.host_cause_rules import (
     find_clip_on_host,
@@ -238,8 +239,13 @@ def find_host_gaps(facts: Facts, one: RankFacts) -> Finding | Observation:
     if find_tiny_micro_batches(facts):
         return told_by("tiny-micro-batches", f"the device idles {one.of_step(host)} because of the host")
     # findings of their own
-    told = [found for cause in (find_python_in_function, find_unused_parameter_search) if (found := cause(facts))]
-    host -= sum(found.cost_ms or 0.0 for found in told)
+    in_functions = find_python_in_function(facts)
+    if in_functions:
+        host -= in_functions.cost_ms or 0.0
+    if find_unused_parameter_search(facts):
+        # its copies are the device's work, which the device's idle time has not
+        host -= measure_exposed_search(one)
+    host = max(host, 0.0)
     text = f"the device idles {one.of_step(host)} because of the host"
     advice = "move Python work out of the step"
     flags: tuple[str, ...] = ()

@@ -34,6 +34,7 @@ GRADIENTS = "gradients"
 REST = "rest"
 PURPOSES = (EXPERTS, ALL_TO_ALL, TENSOR, CONTEXT, FORWARD, STAGES, WEIGHTS, GRADIENTS, OPTIMIZER, OBJECTS, VALUES, REST)
 
+MANY_SUMS = 2  # times the bytes that are gathered
 _OF_GRADIENTS = (Phase.BACKWARD.value, Phase.GRAD_SYNC.value)
 MOSTLY_ATTENTION = 0.5  # of all-to-alls that attention must come before or behind
 MIN_COMPUTE_SHARE = 0.1  # of all compute that a stream must run to be one that computes
@@ -141,8 +142,8 @@ def _squash(dtype: str) -> str:
 def shows_sharding(one: RankFacts, calls: Calls | None = None) -> bool | None:
     """Whether ranks shard weights, by the names in the trace, else by what happens to gradients.
 
-    Who shards weights scatters gradients. Where gradients are summed as a whole, and they are as much as what is
-    gathered, each rank holds whole weights, and what it gathers is something else.
+    Who shards weights scatters gradients, or gathers as many weights as gradients are summed. Where gradients are
+    summed as a whole, and much less is gathered, each rank holds whole weights, and what it gathers is something else.
 
     Args:
         one: the rank.
@@ -166,7 +167,9 @@ def shows_sharding(one: RankFacts, calls: Calls | None = None) -> bool | None:
             sums_bytes[what.kind] += math.nan if what.num_bytes is None else what.num_bytes
     if "all_reduce" not in sums_bytes:
         return None
-    is_whole = "reduce_scatter" not in sums_bytes or sums_bytes["all_reduce"] >= sums_bytes.get("all_gather", 0.0)
+    # ZeRO-1 may sum whole gradients and gather as many weights
+    gathered_bytes = sums_bytes.get("all_gather", 0.0)
+    is_whole = MANY_SUMS * gathered_bytes <= sums_bytes["all_reduce"]
     return False if is_whole else None
 
 
