@@ -42,6 +42,7 @@ class NoModel:
         self.number = nn.Parameter(torch.ones(1, 1, device=device))
         self.pipeline = Pipeline(plan.stage)
         self.stage_group = None
+        self.chunks: list[nn.Module] = []
 
     def __call__(self, tokens_BT: Tensor, *_) -> Tensor:
         return self.number.expand(tokens_BT.shape)
