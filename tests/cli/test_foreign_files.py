@@ -184,7 +184,7 @@ OWN = {  # of this package, this machine's kernel, or what the process itself is
     "data/compression.py", "cli/planned_run.py", "cli/planned_flags.py", "cli/watched_shell.py", "cli/corpus.py", "convert/folders.py",
     "analysis/trace/accelerators.py", "analysis/trace/foreign.py", "analysis/trace/launches.py",
     "analysis/kernels/kernel_families.py", "analysis/kernels/kernel_words.py", "analysis/memory/stacks.py",
-    "analysis/time/host_names.py", "analysis/time/range_names.py", "data/indexed_writer.py", "train/trackers.py",
+    "analysis/time/host_names.py", "phase_names.py", "data/indexed_writer.py", "train/trackers.py",
 }  # fmt: skip
 
 
