@@ -111,7 +111,7 @@ def describe_flag(flag: Flag) -> list[str]:
     if flag.choices:
         texts.append(f"One of {', '.join(f'`{choice}`' for choice in flag.choices)}.")
     if flag.must_be:
-        texts.append(f"{capitalize(escape(flag.must_be))}.")
+        texts.append(f"{capitalize(escape(flag.must_be.describe()))}.")
     if default:
         texts.append(f"Default: `{default}`.")
     return define(flag.spellings, "" if flag.choices else describe_value(flag), " ".join(texts))
