@@ -7,8 +7,6 @@ from support.launch import flags, pretrain, steps
 from support.paths import TESTS
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_lite.analysis.findings.rules import OF_CORES
-
 EXPERTS = (
     "--hidden-size 128 --ffn-hidden-size 512 --seq-length 64 --max-position-embeddings 64 --num-experts 4 "
     "--moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-4 "
@@ -60,16 +58,10 @@ def test_tensorboard_has_the_share_of_each_expert(board, routing):
     assert means == pytest.approx([step["losses"]["load_balancing_loss"] for step in routing], rel=1e-5)
 
 
-# what other jobs on the machine can make of any run
-OF_THE_MACHINE = {
-    *OF_CORES, "profiler-overhead", "slow-steps", "slowing-steps", "late-in-turns", "late-at-times",
-}  # fmt: skip
-
-
-def test_the_report_names_the_experts_before_all_that_is_not_about_the_machine(run):
+def test_the_report_names_the_experts(run):
+    """Among what else such small steps lose: how much that is depends on what the machine does beside it."""
     report = json.loads((run[0] / "run" / "report.json").read_text())
-    of_the_run = [finding for finding in report["findings"] if finding["code"] not in OF_THE_MACHINE]
-    first = of_the_run[0]
-    assert first["code"] == "expert-imbalance" and "--moe-aux-loss-coeff" in first["flags"]
+    [found] = [finding for finding in report["findings"] if finding["code"] == "expert-imbalance"]
+    assert "--moe-aux-loss-coeff" in found["flags"]
     # one rank of two has all tokens: half of what experts take is waiting
-    assert "2.00 times" in first["evidence"][0]["text"] and first["cost_ms"] > 0
+    assert "2.00 times" in found["evidence"][0]["text"] and found["cost_ms"] > 0
