@@ -239,16 +239,6 @@ def count_layer_parameters(shape: ModelShape) -> int:
     return sum(parts[name] for name in names) // shape.num_layers
 
 
-def count_active_parameters(shape: ModelShape) -> int:
-    """Parameters that a token passes: of experts, those of its own."""
-    parts = count_parameter_parts(shape)
-    number = sum(parts.values())
-    e = shape.experts
-    if e is not None:
-        number -= parts["experts"] * (e.number - e.topk) // e.number
-    return number
-
-
 # --- arithmetic: only matrix products count, and a multiply-add is 2 operations
 
 

@@ -7,6 +7,8 @@ from support.launch import flags, pretrain, steps
 from support.paths import TESTS
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron_lite.analysis.findings.rules import OF_CORES
+
 EXPERTS = (
     "--hidden-size 128 --ffn-hidden-size 512 --seq-length 64 --max-position-embeddings 64 --num-experts 4 "
     "--moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-4 "
@@ -58,10 +60,15 @@ def test_tensorboard_has_the_share_of_each_expert(board, routing):
     assert means == pytest.approx([step["losses"]["load_balancing_loss"] for step in routing], rel=1e-5)
 
 
-def test_the_report_names_the_experts(run):
-    """Among what else such small steps lose: how much that is depends on what the machine does beside it."""
+# what other jobs on the machine can make of any run; on CPUs the host, too, has what they leave
+OF_THE_MACHINE = {
+    *OF_CORES, "profiler-overhead", "slow-steps", "slowing-steps", "late-in-turns", "late-at-times", "host-gaps",
+}  # fmt: skip
+
+
+def test_the_report_names_the_experts_before_all_that_is_not_about_the_machine(run):
     report = json.loads((run[0] / "run" / "report.json").read_text())
-    [found] = [finding for finding in report["findings"] if finding["code"] == "expert-imbalance"]
-    assert "--moe-aux-loss-coeff" in found["flags"]
+    first = next(finding for finding in report["findings"] if finding["code"] not in OF_THE_MACHINE)
+    assert first["code"] == "expert-imbalance" and "--moe-aux-loss-coeff" in first["flags"]
     # one rank of two has all tokens: half of what experts take is waiting
-    assert "2.00 times" in found["evidence"][0]["text"] and found["cost_ms"] > 0
+    assert "2.00 times" in first["evidence"][0]["text"] and first["cost_ms"] > 0
