@@ -6,6 +6,7 @@ the learning rate; hence an engine of its own. Letters: R rows, C columns of a m
 """
 
 import itertools
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -40,15 +41,15 @@ class RowShare(Protocol):
     """The rows of a parameter that a rank has, where several share them out."""
 
     def gather(self, rows: Tensor) -> Tensor:
-        """All rows of a tensor of which each rank gives its own. Collective."""
+        """Gather all rows of a tensor of which each rank gives its own. Collective."""
 
     def take(self, whole: Tensor) -> Tensor:
-        """This rank's rows of a whole tensor."""
+        """Take this rank's rows of a whole tensor."""
 
 
 @dataclass(frozen=True)
 class Composition:
-    """Of which matrices a parameter is made that are orthogonal by themselves."""
+    """The matrices that a parameter is made of, each of which is made orthogonal by itself."""
 
     experts: int = 1  # matrices of as many rows each, one below the other
     fused: tuple[int, int, int] | None = None  # rows of queries, keys and values of a group; groups lie in this order
@@ -59,9 +60,16 @@ WHOLE = Composition()
 
 
 def orthogonalize(matrix_RC: Tensor, steps: int, coefficients: str, in_bf16: bool) -> Tensor:
-    """A matrix with about the same directions, whose singular values are all about 1; fp32.
+    """Make the singular values of a matrix all about 1, by a Newton-Schulz iteration.
 
-    Newton-Schulz iteration. in_bf16: products are of bf16 numbers, as on tensor cores.
+    Args:
+        matrix_RC: The matrix, fp32 [R, C].
+        steps: How many iterations.
+        coefficients: A key of COEFFICIENTS.
+        in_bf16: Whether matrices are rounded to bf16 before they are multiplied, as on tensor cores.
+
+    Returns:
+        fp32 [R, C], with about the same singular vectors.
     """
     is_tall = matrix_RC.shape[0] > matrix_RC.shape[1]
     # the Gram matrix is of the smaller size
@@ -78,12 +86,21 @@ def orthogonalize(matrix_RC: Tensor, steps: int, coefficients: str, in_bf16: boo
 
 
 def compute_scale(rows: int, columns: int, mode: str) -> float:
-    """The factor of an update: of --muon-scale-mode."""
+    """The factor of an orthogonal update.
+
+    Args:
+        rows: Rows of the matrix, its outputs.
+        columns: Columns of the matrix, its inputs.
+        mode: The value of --muon-scale-mode.
+    """
+    ratio = rows / columns
     if mode == "spectral":
-        return float(max(rows, columns) ** 0.5)
-    if mode == "unit_rms_norm":
-        return float((rows / columns) ** 0.5)
-    return float(max(1, rows / columns) ** 0.5)
+        squared: float = max(rows, columns)
+    elif mode == "unit_rms_norm":
+        squared = ratio
+    else:  # shape_scaling
+        squared = max(1, ratio)
+    return float(squared**0.5)
 
 
 class Muon(torch.optim.Optimizer):
@@ -98,10 +115,10 @@ class Muon(torch.optim.Optimizer):
     ):
         """
         Args:
-            groups: With a device tensor for the learning rate each.
+            groups: Groups of matrices, each with its learning rate under "lr", an fp32 scalar on the device.
             o: The optimizer's flags.
-            lr: The usual learning rate.
-            compositions: Of the parameters that are more than one matrix, or of which this rank has some rows.
+            lr: The usual learning rate, an fp32 scalar on the device.
+            compositions: Parameters that are more than one matrix, or of which this rank has some rows.
         """
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
         self._o = o
@@ -118,42 +135,51 @@ class Muon(torch.optim.Optimizer):
         assert self.grad_scale is not None and self.found_inf is not None
         skipped = self.found_inf > 0
         for group in self.param_groups:
+            keep = 1 - group["lr"] * group["weight_decay"]
             for weight in group["params"]:
                 if weight.grad is None:
                     continue
                 # an overflow's NaN must not go into the momentum
                 gradient = torch.where(skipped, 0.0, weight.grad / self.grad_scale)
                 update = self._follow(weight, gradient, skipped)
-                changed = weight * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * update
+                changed = weight * keep - group["lr"] * update
                 weight.copy_(torch.where(skipped, weight, changed))
 
     def _follow(self, weight: Tensor, gradient: Tensor, skipped: Tensor) -> Tensor:
         """The direction that the momentum gives, orthogonal and scaled; the momentum takes the gradient in."""
         buffer: Tensor = self.state[weight]["momentum_buffer"]
         momentum = self._o.muon_momentum
-        buffer.copy_(torch.where(skipped, buffer, buffer.lerp(gradient, 1 - momentum)))
+        moved = buffer.lerp(gradient, 1 - momentum)
+        buffer.copy_(torch.where(skipped, buffer, moved))
         direction = gradient.lerp(buffer, momentum) if self._o.muon_nesterov else buffer
         return self._orthogonalize(weight, direction)
 
     def _orthogonalize(self, weight: Tensor, direction_RC: Tensor) -> Tensor:
-        """The scaled update of a parameter: of its one matrix, or of each that it is made of."""
+        """The scaled update of a parameter, made of its one matrix, or of each of its matrices.
+
+        Args:
+            weight: The parameter.
+            direction_RC: The direction of its momentum, in its shape.
+        """
         composition: Composition = self._compositions.get(weight, WHOLE)  # type: ignore[call-overload]
         if composition.share is None:
             return self._orthogonalize_parts(direction_RC, composition)
         # as on all ranks that have rows of it: a product takes less time than sending it
         whole_RC = composition.share.gather(direction_RC)
-        return composition.share.take(self._orthogonalize_parts(whole_RC, composition))
+        update_RC = self._orthogonalize_parts(whole_RC, composition)
+        return composition.share.take(update_RC)
 
     def _orthogonalize_parts(self, direction_RC: Tensor, composition: Composition) -> Tensor:
         """The scaled update of a parameter's matrices, all of whose rows are here."""
         if composition.experts > 1:
             of_experts = direction_RC.unflatten(0, (composition.experts, -1))
-            return torch.cat([self._scale_orthogonal(matrix) for matrix in of_experts])
+            updates = [self._scale_orthogonal(matrix) for matrix in of_experts]
+            return torch.cat(updates)
         rows = composition.fused
         # as in Megatron-LM, a part that is no whole number of groups stays one matrix
         if rows is None or len(direction_RC) % sum(rows):
             return self._scale_orthogonal(direction_RC)
-        groups = direction_RC.unflatten(0, (-1, sum(rows)))
+        groups = direction_RC.unflatten(0, (-1, sum(rows)))  # [groups, rows of a group, C]
         parts = []
         for part in groups.split(rows, dim=1):
             orthogonal = self._scale_orthogonal(part.flatten(0, 1))
@@ -161,11 +187,17 @@ class Muon(torch.optim.Optimizer):
         return torch.cat(parts, dim=1).flatten(0, 1)
 
     def _scale_orthogonal(self, matrix_RC: Tensor) -> Tensor:
+        """The scaled update of one matrix."""
         o = self._o
-        in_bf16 = o.muon_fp32_matmul_prec == "medium"
-        orthogonal = orthogonalize(matrix_RC, o.muon_num_ns_steps, o.muon_coefficient_type, in_bf16)
+        orthogonal_RC = orthogonalize(
+            matrix_RC,
+            steps=o.muon_num_ns_steps,
+            coefficients=o.muon_coefficient_type,
+            in_bf16=o.muon_fp32_matmul_prec == "medium",
+        )
         rows, columns = matrix_RC.shape
-        return orthogonal * (compute_scale(rows, columns, o.muon_scale_mode) * o.muon_extra_scale_factor)
+        scale = compute_scale(rows, columns, o.muon_scale_mode)
+        return orthogonal_RC * (scale * o.muon_extra_scale_factor)
 
 
 class Together(torch.optim.Optimizer):
@@ -173,8 +205,11 @@ class Together(torch.optim.Optimizer):
 
     def __init__(self, engines: Sequence[torch.optim.Optimizer]):
         self.engines = engines
-        self.param_groups = [group for engine in engines for group in engine.param_groups]
-        self.state = {weight: state for engine in engines for weight, state in engine.state.items()}  # type: ignore[assignment]
+        self.param_groups = []
+        self.state = defaultdict(dict)
+        for engine in engines:
+            self.param_groups += engine.param_groups
+            self.state.update(engine.state)
         self.grad_scale: Tensor | None = None
         self.found_inf: Tensor | None = None
 

@@ -1,4 +1,4 @@
-"""One optimizer step without the host waiting for the device.
+"""The optimizer: a step for which the host never waits for the device.
 
 The loss scale, the clipping coefficient and whether to skip are tensors; the fused kernels divide by `grad_scale`
 and leave early at `found_inf`, so that unscaling, clipping and updating are one pass over the weights.
@@ -6,7 +6,7 @@ and leave early at `found_inf`, so that unscaling, clipping and updating are one
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -29,6 +29,8 @@ from megatron_lite.marks import MASTER_WEIGHTS, mark_memory
 from megatron_lite.optim.muon import Composition, Muon, RowShare, Together
 from megatron_lite.phases import BeginPhase, Phase
 
+NORM_EPSILON = 1e-6  # Megatron-LM's, and torch's: keeps a norm of zero from dividing
+
 
 def make_engine(
     o: OptimizerArgs,
@@ -37,60 +39,120 @@ def make_engine(
     width: float,
     compositions: Mapping[nn.Parameter, Composition] = MappingProxyType({}),
 ) -> torch.optim.Optimizer:
-    """A fused torch optimizer.
+    """Make the torch optimizer that --optimizer names, with its state.
 
     Args:
-        o: Its flags.
-        members: The weights of each group. Those that decay do so as Optimizer.follow sets it.
-        rates: The device tensors from which learning rates are read, by ParameterGroup.rate.
+        o: The optimizer's flags.
+        members: fp32 weights of each group. Those that decay do so as Optimizer.follow sets it.
+        rates: Learning rates, fp32 scalars on the device, by ParameterGroup.rate.
         width: ModelShape.mup_width_mult.
-        compositions: For Muon: of the parameters that it takes apart, or of which this rank has some rows.
+        compositions: Parameters that Muon takes apart, or of which this rank has some rows.
     """
     if o.optimizer == "muon":
-        others = {kind: own for kind, own in members.items() if not kind.is_orthogonal}
-        engines: list[torch.optim.Optimizer] = []
-        if ORTHOGONAL in members:
-            matrices: list[dict[str, Any]] = [{"params": members[ORTHOGONAL], "lr": rates[USUAL], "decays": True}]
-            engines.append(Muon(matrices, o, rates[USUAL], compositions))
-        if others:
-            engines.append(make_engine(replace(o, optimizer="adam"), others, rates, width))
-        return Together(engines)
-    groups = [
-        {"params": own, "weight_decay": 0.0, "lr": rates[kind.rate], "decays": kind.decays}
-        for kind, own in members.items()
-    ]
+        return _make_muon(o, members, rates, width, compositions)
     if o.optimizer == "adam":
-        for group, kind in zip(groups, members):
-            group["eps"] = o.adam_eps / width if kind.rate == OF_WIDTH else o.adam_eps
-    lr = rates[USUAL]
-    weights = [weight for own in members.values() for weight in own]
-    engine: torch.optim.Optimizer
-    if o.optimizer == "adam":
-        engine = torch.optim.AdamW(groups, lr=lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps, fused=True)
-    else:
-        engine = torch.optim.SGD(groups, lr=lr, momentum=o.sgd_momentum, fused=True)
-    # What torch would make in the first step. Made before it, a checkpoint finds tensors to be read into; and torch
-    # would leave a momentum buffer that it makes in a skipped first step uninitialized, where zeros give the same first
-    # step.
-    for weight in weights:
+        return _make_adam(o, members, rates, width)
+    return _make_sgd(o, members, rates)
+
+
+def _make_muon(
+    o: OptimizerArgs,
+    members: dict[ParameterGroup, list[nn.Parameter]],
+    rates: dict[str, Tensor],
+    width: float,
+    compositions: Mapping[nn.Parameter, Composition],
+) -> torch.optim.Optimizer:
+    """Make Muon for matrices and AdamW for all other weights. The arguments are those of make_engine."""
+    engines: list[torch.optim.Optimizer] = []
+    if ORTHOGONAL in members:
+        group = {"params": members[ORTHOGONAL], "lr": rates[USUAL], "decays": True}
+        engines.append(Muon([group], o, rates[USUAL], compositions))
+    others = {kind: own for kind, own in members.items() if not kind.is_orthogonal}
+    if others:
+        engines.append(_make_adam(o, others, rates, width))
+    return Together(engines)
+
+
+def _make_adam(
+    o: OptimizerArgs,
+    members: dict[ParameterGroup, list[nn.Parameter]],
+    rates: dict[str, Tensor],
+    width: float,
+) -> torch.optim.Optimizer:
+    """Make a fused AdamW. The arguments are those of make_engine."""
+    groups = []
+    for kind, own in members.items():
+        group = _describe_group(kind, own, rates)
+        group["eps"] = o.adam_eps
+        if kind.rate == OF_WIDTH:
+            group["eps"] /= width
+        groups.append(group)
+    engine = torch.optim.AdamW(
+        groups,
+        lr=rates[USUAL],
+        betas=(o.adam_beta1, o.adam_beta2),
+        eps=o.adam_eps,
+        fused=True,
+    )
+    # torch would make these in the first step. A checkpoint needs tensors to be read into before it.
+    for weight in _list_weights(members):
         state = engine.state[weight]
-        if o.optimizer == "adam":
-            state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
-            state["exp_avg"] = torch.zeros_like(weight)
-            state["exp_avg_sq"] = torch.zeros_like(weight)
-        elif o.sgd_momentum:
-            state["momentum_buffer"] = torch.zeros_like(weight)
+        state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
+        state["exp_avg"] = torch.zeros_like(weight)
+        state["exp_avg_sq"] = torch.zeros_like(weight)
     return engine
 
 
+def _make_sgd(
+    o: OptimizerArgs,
+    members: dict[ParameterGroup, list[nn.Parameter]],
+    rates: dict[str, Tensor],
+) -> torch.optim.Optimizer:
+    """Make a fused SGD. The arguments are those of make_engine."""
+    groups = [_describe_group(kind, own, rates) for kind, own in members.items()]
+    engine = torch.optim.SGD(groups, lr=rates[USUAL], momentum=o.sgd_momentum, fused=True)
+    if o.sgd_momentum:
+        # torch would make these in the first step, and leave them uninitialized where it is skipped; with zeros the
+        # first step is the same
+        for weight in _list_weights(members):
+            engine.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+    return engine
+
+
+def _describe_group(
+    kind: ParameterGroup,
+    own: list[nn.Parameter],
+    rates: dict[str, Tensor],
+) -> dict[str, Any]:
+    """Describe a group as torch's optimizers take it; torch keeps "decays" for Optimizer.follow."""
+    return {
+        "params": own,
+        "weight_decay": 0.0,
+        "lr": rates[kind.rate],
+        "decays": kind.decays,
+    }
+
+
+def _list_weights(members: dict[ParameterGroup, list[nn.Parameter]]) -> list[nn.Parameter]:
+    """List the weights of all groups."""
+    return [weight for own in members.values() for weight in own]
+
+
 class MasterWeights:
-    """fp32 copies of 16-bit parameters; an fp32 model's parameters stand for themselves."""
+    """Copies of 16-bit parameters in fp32; an fp32 model's parameters stand for themselves."""
 
     @mark_memory(MASTER_WEIGHTS)
     def __init__(self, parameters: list[nn.Parameter]):
         self.model = parameters
-        self.masters = [p if p.dtype == torch.float32 else nn.Parameter(p.detach().float()) for p in parameters]
-        self._pairs = [(p, m) for p, m in zip(parameters, self.masters) if p is not m]
+        self.masters: list[nn.Parameter] = []
+        self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # (of the model, its copy)
+        for parameter in parameters:
+            if parameter.dtype == torch.float32:
+                self.masters.append(parameter)
+                continue
+            master = nn.Parameter(parameter.detach().float())
+            self.masters.append(master)
+            self._pairs.append((parameter, master))
 
     @torch.no_grad()
     def attach(self, gradients: Sequence[Tensor | None]) -> None:
@@ -99,22 +161,26 @@ class MasterWeights:
         Args:
             gradients: All in one dtype; None for a parameter that the losses do not use.
         """
-        pairs = zip(self.masters, gradients, strict=True)
-        used = [(master, gradient) for master, gradient in pairs if gradient is not None]
-        wide = [gradient for _, gradient in used]
-        if wide and wide[0].dtype != torch.float32:
+        masters = []
+        used = []
+        for master, gradient in zip(self.masters, gradients, strict=True):
+            if gradient is not None:
+                masters.append(master)
+                used.append(gradient)
+        wide = used
+        if used and used[0].dtype != torch.float32:
             # all at once: a launch takes longer than a GPU needs for a bias
-            short = wide
-            wide = [torch.empty_like(gradient, dtype=torch.float32) for gradient in short]
-            torch._foreach_copy_(wide, short)
-        for (master, _), gradient in zip(used, wide):
+            wide = [torch.empty_like(gradient, dtype=torch.float32) for gradient in used]
+            torch._foreach_copy_(wide, used)
+        for master, gradient in zip(masters, wide):
             master.grad = gradient
 
     @torch.no_grad()
     def write_back(self) -> None:
         """Round the masters into the model."""
         if self._pairs:
-            model, masters = map(list, zip(*self._pairs))
+            model: list[Tensor] = [parameter for parameter, _ in self._pairs]
+            masters: list[Tensor] = [master for _, master in self._pairs]
             torch._foreach_copy_(model, masters)
 
     @torch.no_grad()
@@ -131,7 +197,7 @@ class MasterWeights:
 
 @dataclass(frozen=True)
 class Update:
-    """What one step did; every field is a scalar tensor on the device."""
+    """Figures of one step, each a scalar tensor on the device."""
 
     grad_norm: Tensor  # before clipping, after unscaling
     skipped: Tensor  # bool
@@ -141,7 +207,10 @@ class Update:
 
 
 class Optimizer:
-    """Loss scale, clipping, AdamW or SGD, schedule. Takes gradients, updates the model's parameters."""
+    """Loss scale, clipping, the update (AdamW, SGD or Muon) and its schedule.
+
+    A step takes gradients and updates the model's parameters.
+    """
 
     def __init__(
         self,
@@ -155,25 +224,35 @@ class Optimizer:
     ):
         """
         Args:
-            sum_over_ranks: Sums a number over ranks that hold other parts of the parameters; None if this rank has all.
+            plan: This rank's plan.
+            parameters: The parameters to update, in the run's precision or fp32.
+            device: Where they are.
+            sum_over_ranks: Sums a scalar over ranks that hold other parts of the parameters; None if this rank has all.
             counted: Which parameters this rank counts in that sum, as others hold them too; all if None.
-            names: Of the parameters, by which some have a learning rate or weight decay of their own.
-            shares: By name: this rank's rows of parameters that ranks share out.
+            names: Names of the parameters, by which some have a learning rate or weight decay of their own.
+            shares: Parameters, by name, of which this rank has some rows.
         """
         self.plan = plan
         self._sum_over_ranks = sum_over_ranks
         self._counted = counted or [True] * len(parameters)
         self.weights = MasterWeights(parameters)
         self.scaler = make_loss_scale(plan.precision, plan.args.precision, device)
+        # not torch.zeros: torch's optimizers compare it with 0, and only torch.tensor has a value as a fake tensor, too
         self.lr = torch.tensor(0.0, dtype=torch.float32, device=device)
         self._width = plan.shape.mup_width_mult
         self._members = self._group(names or [""] * len(parameters))
-        others = {kind.rate for kind in self._members} - {USUAL}
         # learning rates other than the usual one, which decoupled parameters and those under muP have
-        self._other_lrs = {rate: torch.tensor(0.0, dtype=torch.float32, device=device) for rate in sorted(others)}
-        rates = {USUAL: self.lr, **self._other_lrs}
-        compositions = self._compose(names or [], shares)
-        self.engine = make_engine(plan.args.optimizer, self._members, rates, self._width, compositions)
+        others = {kind.rate for kind in self._members} - {USUAL}
+        self._other_lrs: dict[str, Tensor] = {}
+        for rate in sorted(others):
+            self._other_lrs[rate] = torch.tensor(0.0, dtype=torch.float32, device=device)
+        self.engine = make_engine(
+            plan.args.optimizer,
+            self._members,
+            {USUAL: self.lr, **self._other_lrs},
+            self._width,
+            self._compose(names or [], shares),
+        )
         self.good_samples = torch.zeros((), dtype=torch.int64, device=device)
         self.stopped = torch.zeros((), dtype=torch.bool, device=device)
         self._one = torch.ones((), dtype=torch.float32, device=device)
@@ -181,22 +260,33 @@ class Optimizer:
 
     def _group(self, names: list[str]) -> dict[ParameterGroup, list[nn.Parameter]]:
         """The weights of each group that has any."""
+        optimizer = self.plan.args.optimizer
         members: dict[ParameterGroup, list[nn.Parameter]] = {kind: [] for kind in GROUPS}
         for name, master in zip(names, self.weights.masters, strict=True):
-            members[find_group(name, master.ndim, self.plan.args.optimizer, self._width)].append(master)
+            kind = find_group(name, master.ndim, optimizer, self._width)
+            members[kind].append(master)
         return {kind: own for kind, own in members.items() if own}
 
     def _compose(self, names: list[str], shares: Mapping[str, RowShare]) -> dict[nn.Parameter, Composition]:
-        """Of which matrices parameters are made, as Muon takes them apart; those of one whole matrix are left out."""
+        """The matrices of which parameters are made, as Muon takes them apart; those of one whole matrix are left out.
+
+        Args:
+            names: Names of the parameters, or of none.
+            shares: Parameters, by name, of which this rank has some rows.
+        """
         shape = self.plan.shape
         experts = self.plan.rank_shape.experts
-        queries = shape.num_attention_heads // shape.num_query_groups * shape.kv_channels
+        heads_per_group = shape.num_attention_heads // shape.num_query_groups
+        queries = heads_per_group * shape.kv_channels
+        rows_of_group = (queries, shape.kv_channels, shape.kv_channels)
+        splits = self.plan.args.optimizer.muon_split_qkv
         found = {}
         for name, master in zip(names, self.weights.masters):
-            is_fused = name.endswith("linear_qkv.weight") and self.plan.args.optimizer.muon_split_qkv
+            is_fused = splits and name.endswith("linear_qkv.weight")
+            is_expert = experts is not None and is_of_experts(name)
             composition = Composition(
-                experts=experts.local_number if experts is not None and is_of_experts(name) else 1,
-                fused=(queries, shape.kv_channels, shape.kv_channels) if is_fused else None,
+                experts=experts.local_number if experts is not None and is_expert else 1,
+                fused=rows_of_group if is_fused else None,
                 share=shares.get(name),
             )
             if composition != Composition():
@@ -207,7 +297,10 @@ class Optimizer:
         """Take learning rate and weight decay from `schedule`."""
         self.schedule = schedule
         o = self.plan.args.optimizer
-        schedules = {OWN: schedule.decouple(o), OF_WIDTH: schedule.scale_to_width(o, self._width)}
+        schedules = {
+            OWN: schedule.decouple(o),
+            OF_WIDTH: schedule.scale_to_width(o, self._width),
+        }
         self._other_schedules = {rate: schedules[rate] or schedule for rate in self._other_lrs}
         self._decay_changes = schedule.weight_decay_style != "constant"
         # torch applies a constant decay; one that changes it would want as a number on the host, so that step does it
@@ -229,18 +322,23 @@ class Optimizer:
 
     @torch.no_grad()
     def step(
-        self, gradients: Sequence[Tensor | None], samples: int, phase: BeginPhase, divisor: Tensor | None = None
+        self,
+        gradients: Sequence[Tensor | None],
+        samples: int,
+        phase: BeginPhase,
+        divisor: Tensor | None = None,
     ) -> Update:
-        """Update the model from scaled `gradients`, in the order of the parameters, averaged over ranks.
-
-        Args:
-            gradients: Scaled, averaged over ranks; None for a parameter that the losses do not use.
-            samples: Of the global batch.
-            phase: Opened around each part of the step.
-            divisor: A further scalar to divide gradients by.
+        """Update the model from scaled `gradients`.
 
         An overflow skips the step (with a loss scale). A NaN or Inf without one stops all further steps, so that the
         weights stay good until the host has noticed.
+
+        Args:
+            gradients: Gradients in the order and shapes of the parameters, averaged over ranks and multiplied by the
+                loss scale; None for a parameter that the losses do not use.
+            samples: Samples in the global batch.
+            phase: Opened around each part of the step.
+            divisor: A further scalar to divide gradients by.
         """
         with phase(Phase.UNSCALE):
             scale = self.loss_scale.clone()
@@ -248,32 +346,54 @@ class Optimizer:
             self.weights.attach(gradients)
         with phase(Phase.CLIP_GRAD):
             norm = self.measure_norm(gradients) / divide_by
-            if self.scaler is not None:
-                skipped = ~torch.isfinite(norm)
-            else:
-                if self.plan.args.precision.check_for_nan_in_loss_and_grad:
-                    self.stopped |= ~torch.isfinite(norm)
-                skipped = self.stopped.clone()
-            if self.plan.args.optimizer.clip_grad:
-                coefficient = (self.plan.args.optimizer.clip_grad / (norm + 1e-6)).clamp(max=1.0)
+            skipped = self._decide_to_skip(norm)
+            max_norm = self.plan.args.optimizer.clip_grad
+            if max_norm:
+                coefficient = (max_norm / (norm + NORM_EPSILON)).clamp(max=1.0)
                 divide_by = divide_by / coefficient
         with phase(Phase.OPTIMIZER_STEP):
             if self._decay_changes:
                 self._decay(skipped, divide_by)
-            # the attributes that torch's GradScaler sets on fused optimizers
-            factors = {"grad_scale": torch.where(skipped, self._one, divide_by), "found_inf": skipped.float()}
-            for name, factor in factors.items():
-                setattr(self.engine, name, factor)
-            self.engine.step()
-            for name in factors:
-                delattr(self.engine, name)
+            self._update_masters(skipped, divide_by)
             self.weights.write_back()
             for master in self.weights.masters:  # fp32 copies of gradients must not live through the next forward
                 master.grad = None
             if self.scaler is not None:
                 self.scaler.update(skipped)
             self.good_samples += (~skipped).long() * samples
-            return Update(norm, skipped, scale, self.loss_scale.clone(), self._set_rates())
+            return Update(
+                grad_norm=norm,
+                skipped=skipped,
+                loss_scale=scale,
+                next_loss_scale=self.loss_scale.clone(),
+                next_lr=self._set_rates(),
+            )
+
+    def _decide_to_skip(self, norm: Tensor) -> Tensor:
+        """Whether the step changes nothing: a bool on the device. norm: of the gradients, an fp32 scalar."""
+        if self.scaler is not None:
+            return ~torch.isfinite(norm)
+        if self.plan.args.precision.check_for_nan_in_loss_and_grad:
+            self.stopped |= ~torch.isfinite(norm)
+        return self.stopped.clone()
+
+    def _update_masters(self, skipped: Tensor, divide_by: Tensor) -> None:
+        """Have torch update the masters, or nothing after an overflow.
+
+        Args:
+            skipped: Whether the step changes nothing, a bool on the device.
+            divide_by: The fp32 scalar that gradients are divided by.
+        """
+        # the attributes that torch's GradScaler sets on fused optimizers
+        factors = {
+            "grad_scale": torch.where(skipped, self._one, divide_by),
+            "found_inf": skipped.float(),
+        }
+        for name, factor in factors.items():
+            setattr(self.engine, name, factor)
+        self.engine.step()
+        for name in factors:
+            delattr(self.engine, name)
 
     @torch.no_grad()
     def measure_norm(self, tensors: Sequence[Tensor | None]) -> Tensor:
@@ -281,8 +401,11 @@ class Optimizer:
         counted = self._select(tensors)
         norm = torch.zeros_like(self._one)  # of a rank that counts none
         if counted:
-            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(counted, 2, torch.float32)))
-        return norm if self._sum_over_ranks is None else self._sum_over_ranks(norm.square()).sqrt()
+            norms = torch._foreach_norm(counted, 2, torch.float32)
+            norm = torch.linalg.vector_norm(torch.stack(norms))
+        if self._sum_over_ranks is None:
+            return norm
+        return self._sum_over_ranks(norm.square()).sqrt()
 
     @torch.no_grad()
     def count_zeros(self, gradients: Sequence[Tensor | None]) -> Tensor:
@@ -292,50 +415,65 @@ class Optimizer:
         if counts:
             # whole numbers, which fp32 would round beyond 2^24 with each addition
             zeros = torch.stack(counts).sum().float()
-        return zeros if self._sum_over_ranks is None else self._sum_over_ranks(zeros)
+        if self._sum_over_ranks is None:
+            return zeros
+        return self._sum_over_ranks(zeros)
 
     def _select(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         """The tensors, of one per parameter, that this rank counts.
 
         A parameter that the losses do not use has no gradient.
         """
-        return [t for t, counts in zip(tensors, self._counted, strict=True) if counts and t is not None]
+        selected = []
+        for tensor, counts in zip(tensors, self._counted, strict=True):
+            if counts and tensor is not None:
+                selected.append(tensor)
+        return selected
 
     def _set_rates(self) -> Tensor:
         """Set the rates of the step that starts after the good samples so far. Returns the learning rate."""
         rate = compute_learning_rates(self.schedule, self.good_samples)
         self.lr.copy_(rate)
         for name, schedule in self._other_schedules.items():
-            self._other_lrs[name].copy_(compute_learning_rates(schedule, self.good_samples))
+            other = compute_learning_rates(schedule, self.good_samples)
+            self._other_lrs[name].copy_(other)
         return rate
 
     def _decay(self, skipped: Tensor, divide_by: Tensor) -> None:
+        """Apply a weight decay that changes, before the update. The arguments are those of _update_masters."""
+        is_sgd = self.plan.args.optimizer.optimizer == "sgd"
         decay = compute_weight_decays(self.schedule, self.good_samples).float()
         for group in self.engine.param_groups:
             # as torch does with a constant decay: a weight without a gradient stays as it is
             weights = [weight for weight in group["params"] if weight.grad is not None]
             if not group["decays"] or not weights:
                 continue
-            if self.plan.args.optimizer.optimizer != "sgd":
-                keep = torch.where(skipped, self._one, 1 - group["lr"] * decay)
-                torch._foreach_mul_(weights, keep)
-            else:  # SGD's decay is part of the gradient, and goes through the momentum
-                scaled = torch._foreach_mul([w.detach() for w in weights], decay * divide_by)
-                torch._foreach_add_([w.grad for w in weights], scaled)
+            if is_sgd:  # the decay is part of the gradient, and goes through the momentum
+                values = [weight.detach() for weight in weights]
+                gradients = [weight.grad for weight in weights]
+                scaled = torch._foreach_mul(values, decay * divide_by)
+                torch._foreach_add_(gradients, scaled)
+            else:
+                keep = 1 - group["lr"] * decay
+                torch._foreach_mul_(weights, torch.where(skipped, self._one, keep))
 
     def tensors(self, names: list[str]) -> dict[str, Tensor]:
-        """Everything that the next step depends on besides the model, under checkpoint.record's flat names.
+        """All that the next step depends on besides the model, under checkpoint.record's flat names.
 
-        names: of the parameters, in their order. The tensors are the live ones: what is copied into them counts after
-        `resume`.
+        The tensors are the live ones: what is copied into them counts after `resume`.
+
+        Args:
+            names: Names of the parameters, in their order.
         """
         found = {"optimizer.good_samples": self.good_samples}
         for name, parameter, master in zip(names, self.weights.model, self.weights.masters, strict=True):
             if self.plan.precision != "fp32":
                 found[f"optimizer.{name}.master"] = master.detach()
-            found |= {f"optimizer.{name}.{key}": value for key, value in self.engine.state[master].items()}
+            for key, value in self.engine.state[master].items():
+                found[f"optimizer.{name}.{key}"] = value
         if self.scaler is not None:
-            found |= {f"loss_scale.{key}": value for key, value in self.scaler.tensors().items()}
+            for key, value in self.scaler.tensors().items():
+                found[f"loss_scale.{key}"] = value
         return found
 
 
@@ -363,7 +501,22 @@ class DynamicLossScale(LossScale):
     Hysteresis comes back only when the scale grows, not by a clean step.
     """
 
-    def __init__(self, initial: float, minimum: float, window: int, hysteresis: int, device: torch.device):
+    def __init__(
+        self,
+        initial: float,
+        minimum: float,
+        window: int,
+        hysteresis: int,
+        device: torch.device,
+    ):
+        """
+        Args:
+            initial: The scale of the first step.
+            minimum: Halving stops at it.
+            window: Steps without overflow after which the scale doubles.
+            hysteresis: Overflows that are let pass before the scale is halved, one per step.
+            device: Where the scale is computed.
+        """
         super().__init__(initial, device)
         self.minimum = minimum
         self.window = window
@@ -372,8 +525,10 @@ class DynamicLossScale(LossScale):
         self.hysteresis_tracker = torch.full((), hysteresis, dtype=torch.int32, device=device)
 
     def update(self, overflow: Tensor) -> None:
-        clean_steps = torch.where(overflow, 0, self.growth_tracker + 1)
-        left = torch.where(overflow, self.hysteresis_tracker - 1, self.hysteresis_tracker)
+        one_more = self.growth_tracker + 1
+        clean_steps = torch.where(overflow, 0, one_more)
+        one_less = self.hysteresis_tracker - 1
+        left = torch.where(overflow, one_less, self.hysteresis_tracker)
         shrink = overflow & (left <= 0)
         grow = clean_steps == self.window
         halved = (self.scale / 2).clamp(min=self.minimum)
@@ -391,12 +546,29 @@ class DynamicLossScale(LossScale):
 
 
 def make_loss_scale(precision: str, p: PrecisionArgs, device: torch.device) -> LossScale | None:
-    """The loss scale of a precision; None where gradients need none: fp32, and bf16 without --loss-scale."""
-    if precision == "fp32" or precision == "bf16" and not p.loss_scale:
+    """Make the loss scale of a run.
+
+    Args:
+        precision: fp32, fp16 or bf16.
+        p: The flags of precision.
+        device: Where the scale is computed.
+
+    Returns:
+        None where gradients need no scale: in fp32, and in bf16 without --loss-scale.
+    """
+    if precision == "fp32":
         return None
     if p.loss_scale:  # 0 is Megatron's word for a dynamic one
         return LossScale(p.loss_scale, device)
-    return DynamicLossScale(p.initial_loss_scale, p.min_loss_scale, int(p.loss_scale_window), p.hysteresis, device)
+    if precision == "bf16":
+        return None
+    return DynamicLossScale(
+        initial=p.initial_loss_scale,
+        minimum=p.min_loss_scale,
+        window=int(p.loss_scale_window),
+        hysteresis=p.hysteresis,
+        device=device,
+    )
 
 
 # --- the schedule of Megatron-LM 0.16, by samples of successful steps, on the device where their number is
@@ -406,46 +578,67 @@ def compute_learning_rates(plan: LearningRatePlan, samples: Tensor) -> Tensor:
     """Learning rate of the step that starts after `samples` successfully consumed samples; float64, same shape."""
     samples = torch.as_tensor(samples, dtype=torch.float64)
     warming = (samples <= plan.warmup_samples) & (plan.warmup_samples > 0)
-    warm = plan.init + (plan.peak - plan.init) * samples / (plan.warmup_samples or 1)
+    rise = plan.peak - plan.init
+    warm = plan.init + rise * samples / (plan.warmup_samples or 1)
     if plan.style == "constant":
         return torch.where(warming, warm, plan.peak)
     if plan.style == "inverse-square-root":
         warmup = max(plan.warmup_samples, 1)
-        rate = (plan.peak * math.sqrt(warmup) / samples.clamp(min=1).sqrt()).clamp(min=plan.floor)
+        done = samples.clamp(min=1)
+        rate = plan.peak * math.sqrt(warmup) / done.sqrt()
+        rate = rate.clamp(min=plan.floor)
     else:
-        rate = plan.floor + (plan.peak - plan.floor) * _compute_remaining(plan, samples)
-    return torch.where(warming, warm, torch.where(samples > plan.decay_samples, plan.floor, rate))
+        fall = plan.peak - plan.floor
+        rate = plan.floor + fall * _compute_remaining(plan, samples)
+    is_over = samples > plan.decay_samples
+    later = torch.where(is_over, plan.floor, rate)
+    return torch.where(warming, warm, later)
 
 
 def _compute_remaining(plan: LearningRatePlan, samples: Tensor) -> Tensor:
     """Share of (peak - floor) that is left: 1 after the warm-up, 0 at the end of the decay."""
-    if plan.style != "WSD":
-        span = (plan.decay_samples - plan.warmup_samples) or 1
-        done = ((samples - plan.warmup_samples) / span).clamp(0, 1)
-        return 1 - done if plan.style == "linear" else _cosine(done)
-    # warm-up, stable, decay: everything stays until the last wsd_samples
+    if plan.style == "WSD":
+        return _compute_remaining_of_wsd(plan, samples)
+    span = plan.decay_samples - plan.warmup_samples
+    done = (samples - plan.warmup_samples) / (span or 1)
+    done = done.clamp(0, 1)
+    if plan.style == "linear":
+        return 1 - done
+    return _cosine(done)
+
+
+def _compute_remaining_of_wsd(plan: LearningRatePlan, samples: Tensor) -> Tensor:
+    """Share of (peak - floor) that is left by warm-up, stable, decay: all of it until the last wsd_samples."""
     start = plan.decay_samples - plan.wsd_samples
-    done = ((samples - start) / max(plan.wsd_samples, 1)).clamp(0, 1)
-    shape = {
-        "linear": lambda: 1 - done,
-        "cosine": lambda: _cosine(done),
-        "exponential": lambda: 2 * 0.5**done - 1,
-        "minus_sqrt": lambda: 1 - done.sqrt(),
-    }
-    return torch.where(samples <= start, 1.0, shape[plan.wsd_style]())
+    done = (samples - start) / max(plan.wsd_samples, 1)
+    done = done.clamp(0, 1)
+    if plan.wsd_style == "linear":
+        left = 1 - done
+    elif plan.wsd_style == "cosine":
+        left = _cosine(done)
+    elif plan.wsd_style == "exponential":
+        left = 2 * 0.5**done - 1
+    else:  # minus_sqrt
+        left = 1 - done.sqrt()
+    return torch.where(samples <= start, 1.0, left)
 
 
 def compute_weight_decays(plan: LearningRatePlan, samples: Tensor) -> Tensor:
-    """Weight decay of the step that starts after `samples` samples: constant, or growing over the whole training;
-    float64."""
+    """Weight decay of the step that starts after `samples` samples; float64, same shape.
+
+    It is constant, or grows over the whole training.
+    """
     samples = torch.as_tensor(samples, dtype=torch.float64)
     if plan.weight_decay_style == "constant":
         return torch.full_like(samples, plan.end_weight_decay)
-    share = (samples / max(plan.weight_decay_samples, 1)).clamp(max=1)
-    grown = share if plan.weight_decay_style == "linear" else _cosine(1 - share)
-    return plan.start_weight_decay + (plan.end_weight_decay - plan.start_weight_decay) * grown
+    done = samples / max(plan.weight_decay_samples, 1)
+    done = done.clamp(max=1)
+    grown = done if plan.weight_decay_style == "linear" else _cosine(1 - done)
+    growth = plan.end_weight_decay - plan.start_weight_decay
+    return plan.start_weight_decay + growth * grown
 
 
 def _cosine(done: Tensor) -> Tensor:
     """Half a cosine wave, from 1 to 0 while `done` goes from 0 to 1."""
-    return 0.5 * (torch.cos(math.pi * done) + 1)
+    wave = torch.cos(math.pi * done)  # from 1 to -1
+    return 0.5 * (wave + 1)

@@ -9,8 +9,17 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from megatron_lite.config.layout import Part, count_stage_layers, find_part, is_of_experts, is_split
+from megatron_lite.config.layout import (
+    Part,
+    Sharding,
+    count_stage_layers,
+    find_part,
+    is_of_experts,
+    is_split,
+    whole_part,
+)
 from megatron_lite.config.plan import Plan
 from megatron_lite.mesh_axes import TENSOR
 from megatron_lite.model.experts import MixtureOfExperts, list_mixtures
@@ -69,16 +78,32 @@ def find_expert_replicate_ranks(plan: Plan) -> ReplicateRanks:
     return ReplicateRanks(plan.layout.expert_replica // ranks, plan.layout.expert_replicas // ranks)
 
 
-class RowShare(ABC):
-    """The rows of a parameter that a rank has, where several share them out."""
+class ShardedRows:
+    """The rows that a rank has of a parameter that fully_shard has sharded: optim/muon.py's RowShare."""
 
-    @abstractmethod
+    def __init__(self, sharded: Tensor, sharding: Sharding):
+        """
+        Args:
+            sharded: The parameter, whose mesh and places other tensors of its shape lie on.
+            sharding: Says which rows are this rank's.
+        """
+        assert isinstance(sharded, DTensor)
+        self._like = sharded
+        self._sharding = sharding
+
     def gather(self, rows: Tensor) -> Tensor:
-        """Gather all rows of a tensor of which each rank gives its own. Collective."""
+        """Gather all rows of a tensor of which each rank gives its own, as it holds the parameter's. Collective."""
+        like = self._like
+        spread = DTensor.from_local(
+            rows, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+        whole: Tensor = spread.full_tensor()
+        return whole
 
-    @abstractmethod
     def take(self, whole: Tensor) -> Tensor:
         """Take this rank's rows of a whole tensor."""
+        (block,) = self._sharding.find_rows(whole_part(tuple(whole.shape))).blocks
+        return whole.narrow(0, block.offsets[0], block.sizes[0])
 
 
 class Replica(ABC):
@@ -119,8 +144,8 @@ class Replica(ABC):
                 if not is_split(name) and (layout.sequence_parallel or of_own_heads):
                     self._partial.append(index)
 
-        # by name: of parameters whose rows ranks share out
-        self.shares: dict[str, RowShare] = {}
+        # the parameters, by name, whose rows ranks share out
+        self.shares: dict[str, ShardedRows] = {}
 
     @abstractmethod
     def __call__(self, *inputs: Tensor | None) -> Tensor:

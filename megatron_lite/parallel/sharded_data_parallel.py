@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from megatron_lite.config.layout import Sharding, is_of_experts, whole_part
+from megatron_lite.config.layout import is_of_experts
 from megatron_lite.config.plan import Plan
 from megatron_lite.marks import MASTER_WEIGHTS, mark_memory
 from megatron_lite.mesh_axes import REPLICATE, SHARD
@@ -23,35 +23,7 @@ from megatron_lite.model.custom_model import CustomModel
 from megatron_lite.model.experts import list_mixtures
 from megatron_lite.model.gpt import DTYPES, GPT, initialize
 from megatron_lite.parallel.groups import Groups
-from megatron_lite.parallel.replica import Replica, RowShare
-
-
-class ShardedRows(RowShare):
-    """The rows that a rank has of a parameter that fully_shard has sharded."""
-
-    def __init__(self, sharded: Tensor, sharding: Sharding):
-        """
-        Args:
-            sharded: The parameter, whose mesh and places other tensors of its shape lie on.
-            sharding: Says which rows are this rank's.
-        """
-        assert isinstance(sharded, DTensor)
-        self._like = sharded
-        self._sharding = sharding
-
-    def gather(self, rows: Tensor) -> Tensor:
-        """Gather all rows of a tensor of which each rank gives its own, as it holds the parameter's. Collective."""
-        like = self._like
-        spread = DTensor.from_local(
-            rows, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-        )
-        whole: Tensor = spread.full_tensor()
-        return whole
-
-    def take(self, whole: Tensor) -> Tensor:
-        """Take this rank's rows of a whole tensor."""
-        (block,) = self._sharding.find_rows(whole_part(tuple(whole.shape))).blocks
-        return whole.narrow(0, block.offsets[0], block.sizes[0])
+from megatron_lite.parallel.replica import Replica, ShardedRows
 
 
 class ShardedDataParallel(Replica):

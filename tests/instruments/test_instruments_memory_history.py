@@ -104,7 +104,7 @@ def test_weights_and_optimizer_states_are_known_to_the_byte_and_by_their_code(pl
     parameters = sum(value.numel() for name, value in stored.items() if name.startswith("model."))
     sizes, held = category_sizes(snapshot), list_held_memory(snapshot)
     assert sizes[WEIGHTS] == 4 * parameters
-    states = [piece.size for piece in held if site(piece.frames).startswith("make_engine (optim/optimizer.py:")]
+    states = [piece.size for piece in held if site(piece.frames).startswith("_make_adam (optim/optimizer.py:")]
     assert sum(size for size in states if size > 4) == 2 * 4 * parameters  # the others count steps
     assert 0 <= sizes[OPTIMIZER] - 2 * 4 * parameters < 2000  # step counts, the learning rate's table
     for piece in held:
