@@ -594,17 +594,10 @@ def _name_layers(record: CheckpointRecord, arguments: Mapping[str, object]) -> F
     """How the folder has the layers. As in Megatron-Core they are not stacked where layers with experts follow a
     pattern, or not each layer has some."""
     shape = record.model_shape
-    is_latent = shape.latent is not None
     if shape.experts is None:
-        return FolderNames(shape.num_layers, is_latent=is_latent, depths=shape.mtp_num_layers)
-    return FolderNames(
-        layers=shape.num_layers,
-        is_latent=is_latent,
-        depths=shape.mtp_num_layers,
-        has_experts=shape.experts.layers,
-        experts=shape.experts.number,
-        stacks=str(arguments.get("moe_layer_freq", "1")).strip() == "1" and all(shape.experts.layers),
-    )
+        return FolderNames(shape)
+    has_no_pattern = str(arguments.get("moe_layer_freq", "1")).strip() == "1"
+    return FolderNames(shape, stacks=has_no_pattern and all(shape.experts.layers))
 
 
 def _find_aliases(names: FolderNames, metadata: Metadata) -> dict[str, str]:
@@ -619,7 +612,7 @@ def _find_aliases(names: FolderNames, metadata: Metadata) -> dict[str, str]:
     Returns:
         {further key: stored key}.
     """
-    empty = itertools.product(MODULES_OF_A_LAYER, range(names.layers))
+    empty = itertools.product(MODULES_OF_A_LAYER, range(names.shape.num_layers))
     aliases = {names.find_state_key(module, layer): EMPTY_STATE for module, layer in empty}
     aliases["output_layer._extra_state/shard_0_1"] = EMPTY_STATE
     for layer in names.list_layers_with_experts():
@@ -639,7 +632,7 @@ def _find_aliases(names: FolderNames, metadata: Metadata) -> dict[str, str]:
         if megatron_names.NORM_BEFORE_EXPERTS in key:
             local = key.replace(megatron_names.NORM_BEFORE_EXPERTS, megatron_names.NORM_IN_FC1)
             aliases[local] = aliases.get(key, key)
-    if names.is_latent:
+    if names.shape.latent is not None:
         for key in [*held, *aliases]:
             for local in megatron_names.list_local_names(key):
                 aliases[local] = aliases.get(key, key)
@@ -656,7 +649,7 @@ def _cut_pieces(name: str, tensor: Tensor, names: FolderNames, part: Part) -> It
         part: Which part of the whole tensor that is.
     """
     key, layer = _find_key(name, names)
-    whole = part.whole if layer is None else (names.layers, *part.whole)
+    whole = part.whole if layer is None else (names.shape.num_layers, *part.whole)
     start = 0
     for block in part.blocks:
         rows = tensor

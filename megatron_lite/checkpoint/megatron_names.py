@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from megatron_lite.config.shape import ModelShape
+
 LEGACY = [  # (pattern, ours), of the names below language_model
     (r"^(?:encoder|transformer)\.(layers\.)", r"decoder.\1"),
     (r"^(?:encoder|transformer)\.final_(?:layer)?norm\.", "decoder.final_layernorm."),
@@ -176,12 +178,15 @@ def extra_states(names: Iterable[str]) -> list[str]:
 class FolderNames:
     """How a torch_dist folder has the layers of a model."""
 
-    layers: int
-    has_experts: tuple[bool, ...] = ()  # which layers have experts; () of a dense model
-    experts: int = 0  # of such a layer
-    is_latent: bool = False  # attention is latent
-    depths: int = 0  # layers of multi-token prediction, which are never stacked
-    stacks: bool = True  # a weight of all layers is one tensor, with the layers as its first dimension
+    shape: ModelShape
+    # a weight of all layers is one tensor, with the layers as its first dimension; but for those of multi-token
+    # prediction
+    stacks: bool = True
+
+    @property
+    def experts(self) -> int:
+        """How many experts a layer has that has any."""
+        return 0 if self.shape.experts is None else self.shape.experts.number
 
     def find_key(self, name: str) -> tuple[str, int | None]:
         """Where the folder has one of our names.
@@ -192,7 +197,7 @@ class FolderNames:
         """
         if self._is_of_experts(name) and NORM_BEFORE_EXPERTS in name:
             key = name  # no linear module follows that could have it
-        elif self.is_latent:
+        elif self.shape.latent is not None:
             key = latent_file_name(name)
         else:
             key = file_name(name, fused=True)
@@ -203,17 +208,15 @@ class FolderNames:
         return f"decoder.layers.{match[2]}", int(match[1])
 
     def _is_of_experts(self, name: str) -> bool:
-        """Whether the layer of a weight has experts. Those of multi-token prediction are as the decoder's last one."""
-        if not self.has_experts:
-            return False
+        """Whether the layer of a weight has experts."""
         if name.startswith(FURTHER):
-            return self.has_experts[-1]
+            return self.shape.has_experts(self.shape.num_layers)
         match = LAYER.match(name)
-        return match is not None and self.has_experts[int(match[1])]
+        return match is not None and self.shape.has_experts(int(match[1]))
 
     def list_layers_with_experts(self) -> list[int]:
         """Numbers of the layers that have experts, from 0."""
-        return [layer for layer, has_experts in enumerate(self.has_experts) if has_experts]
+        return [layer for layer in range(self.shape.num_layers) if self.shape.has_experts(layer)]
 
     def find_state_key(self, module: str, layer: int, expert: int | None = None) -> str:
         """Where the folder has the (empty) state of a linear module.
@@ -225,7 +228,7 @@ class FolderNames:
         """
         places = [] if expert is None else [(expert, self.experts)]
         if self.stacks:
-            places.insert(0, (layer, self.layers))
+            places.insert(0, (layer, self.shape.num_layers))
             owner = f"decoder.layers.{module}"
         else:
             owner = f"decoder.layers.{layer}.{module}"
@@ -242,7 +245,7 @@ class FolderNames:
             modules_of_an_expert: Those of each expert, within a layer.
         """
         keys = []
-        for depth in range(self.depths):
+        for depth in range(self.shape.mtp_num_layers):
             owner = f"{FURTHER}{depth}"
             keys.append(f"{owner}.eh_proj._extra_state/shard_0_1")
             keys += [f"{owner}.transformer_layer.{module}._extra_state/shard_0_1" for module in modules]
