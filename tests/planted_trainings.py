@@ -28,8 +28,8 @@ def after_forward(do: Callable[[], object]):
 
     inner = step.loss_and_tokens
 
-    def doing(model, batch):
-        result = inner(model, batch)
+    def doing(*arguments):
+        result = inner(*arguments)
         do()
         return result
 
@@ -83,12 +83,17 @@ def unfused_optimizer():
 
         def step(self):
             scale, found_inf = self.__dict__.pop("grad_scale"), self.__dict__.pop("found_inf")
-            for weight in self.param_groups[0]["params"]:
-                weight.grad.div_(scale)
+            for group in self.param_groups:
+                for weight in group["params"]:
+                    weight.grad.div_(scale)
             super().step()
             self.grad_scale, self.found_inf = scale, found_inf
 
-    optimizer.make_engine = lambda plan, masters, lr: Loop(masters, lr=lr, foreach=False, fused=False)
+    def make_loop(o, members, rates, width, compositions):
+        groups = [{"params": own, "lr": rates[kind.rate], "decays": kind.decays} for kind, own in members.items()]
+        return Loop(groups, lr=rates["usual"], foreach=False, fused=False)
+
+    optimizer.make_engine = make_loop
 
 
 def recompiles():
