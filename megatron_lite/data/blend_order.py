@@ -1,7 +1,8 @@
 """Several data sets mixed in fixed proportions: the one that is furthest behind its share comes next.
 
-Legend: D data sets, K lanes. Step s takes the data set with the largest share * max(s, 1) - taken, the first one on a
-tie, in double precision without fused multiply-add: bit for bit what Megatron's compiled helper gives on x86-64.
+Legend: D data sets, K lanes, S steps of a lane. Step s takes the data set with the largest share * max(s, 1) - taken,
+the first one on a tie, in double precision without fused multiply-add: bit for bit what Megatron's compiled helper
+gives on x86-64.
 
 Each step needs the counts that the one before it left, so that the plain way is one long Python loop. But the counts
 hardly depend on the past: two runs of the rule that differ by a few samples at some step soon agree, since what is
@@ -12,13 +13,13 @@ those that the lane before it ended with. A lane for which they do not is gone t
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from megatron_lite.data.index_cache import Entry, IndexCache, Shapes
+from megatron_lite.data.index_cache import Arrays, Entry, IndexCache, Shapes
 from megatron_lite.errors import DataError
 from megatron_lite.units import count
 
@@ -45,8 +46,8 @@ def mix(shares: list[float], size: int) -> tuple[NDArray[np.int16], NDArray[np.i
     """Decide which data set gives which sample of the blend.
 
     Args:
-        shares: Of the data sets, which sum to 1.
-        size: Steps, of one sample each.
+        shares: Shares of the data sets, which sum to 1.
+        size: Samples of the blend; a step decides one.
 
     Returns:
         int16 [size], the data set of each step, and int64 [size], how often it was taken before.
@@ -111,18 +112,55 @@ def _mix_in_lanes(
     chosen: NDArray[np.int16],
     earlier: NDArray[np.int64],
 ) -> NDArray[np.float64]:
-    """`_mix_plainly`, side by side in lanes of LANE_STEPS."""
-    begins = np.arange(begin, begin + len(chosen), LANE_STEPS)
+    """Fill in steps side by side, in lanes of LANE_STEPS. Arguments and result are those of _mix_plainly."""
+    lanes = _go_through_lanes(weights, begin, taken, len(chosen))
+    for lane, first in enumerate(range(0, len(chosen), LANE_STEPS)):
+        part = slice(first, first + LANE_STEPS)
+        is_whole = len(chosen[part]) == LANE_STEPS
+        if is_whole and np.array_equal(lanes.started_KD[lane], taken):
+            chosen[part] = lanes.chosen_SK[:, lane]
+            earlier[part] = lanes.earlier_SK[:, lane]
+            taken = lanes.ended_KD[lane]
+        else:
+            taken = _mix_plainly(weights, begin + first, taken, chosen[part], earlier[part])
+    return taken
+
+
+class _Lanes(NamedTuple):
+    """Steps of lanes that have gone side by side."""
+
+    chosen_SK: NDArray[np.int16]  # the data set of each step
+    earlier_SK: NDArray[np.float64]  # how often that data set was taken before
+    started_KD: NDArray[np.float64]  # how often each was taken before the first step, as far as the estimate holds
+    ended_KD: NDArray[np.float64]  # how often each was taken after the last one
+
+
+def _go_through_lanes(
+    weights: NDArray[np.float64],
+    begin: int,
+    taken: NDArray[np.float64],
+    num_steps: int,
+) -> _Lanes:
+    """Take all steps of all lanes, the last of which may reach beyond what is wanted.
+
+    Args:
+        weights: float64 [D], the shares.
+        begin: Number of the first lane's first step.
+        taken: float64 [D], how often each data set was taken before it.
+        num_steps: Steps of all lanes.
+    """
+    begins = np.arange(begin, begin + num_steps, LANE_STEPS)
     num_lanes = len(begins)
-    steps_K1 = (begins - APPROACH_STEPS).astype(np.float64)[:, None]
+    steps_K = (begins - APPROACH_STEPS).astype(np.float64)
+    steps_K1 = steps_K[:, None]
     taken_KD = _estimate(weights, np.maximum(steps_K1, 0))
     started_KD = taken_KD
     behind_KD = np.empty_like(taken_KD)
     # the counts of all lanes one after another, and where each lane begins in them
     flat = taken_KD.reshape(-1)
     rows = np.arange(num_lanes) * len(weights)
-    sets = np.empty((LANE_STEPS, num_lanes), np.int16)
-    counts = np.empty((LANE_STEPS, num_lanes))
+    chosen_SK = np.empty((LANE_STEPS, num_lanes), np.int16)
+    earlier_SK = np.empty((LANE_STEPS, num_lanes))
     for step in range(-APPROACH_STEPS, LANE_STEPS):
         if step == 0:
             taken_KD[0] = taken
@@ -130,22 +168,14 @@ def _mix_in_lanes(
         np.multiply(weights, np.maximum(steps_K1, 1), out=behind_KD)
         np.subtract(behind_KD, taken_KD, out=behind_KD)
         best = behind_KD.argmax(1)
-        before = flat[rows + best]
-        flat[rows + best] = before + 1
+        places = rows + best
+        before = flat[places]
+        flat[places] = before + 1
         steps_K1 += 1
         if step >= 0:
-            sets[step] = best
-            counts[step] = before
-    for lane, first in enumerate(range(0, len(chosen), LANE_STEPS)):
-        part = slice(first, first + LANE_STEPS)
-        is_whole = len(chosen[part]) == LANE_STEPS
-        if is_whole and np.array_equal(started_KD[lane], taken):
-            chosen[part] = sets[:, lane]
-            earlier[part] = counts[:, lane]
-            taken = taken_KD[lane]
-        else:
-            taken = _mix_plainly(weights, begin + first, taken, chosen[part], earlier[part])
-    return taken
+            chosen_SK[step] = best
+            earlier_SK[step] = before
+    return _Lanes(chosen_SK, earlier_SK, started_KD, taken_KD)
 
 
 def _estimate(weights: NDArray[np.float64], steps_K1: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -167,7 +197,8 @@ def normalized(weights: Sequence[float]) -> list[float]:
             f"--data-path: weights {list(weights)} must all be above 0; leave out a data set that is unused"
         )
     values = np.array(weights, dtype=np.float64)
-    shares: list[float] = (values / np.sum(values)).tolist()
+    normal = values / np.sum(values)
+    shares: list[float] = normal.tolist()
     return shares
 
 
@@ -223,7 +254,12 @@ class BlendedDataset(Dataset[NDArray[np.int64]]):
         entry = Entry("BlendedDataset", split, {"shares": shares, "size": size}, shapes)
         cache = cache or IndexCache()
         folder = cache.folder_for("BlendedDataset", None, size)
-        indices = cache.get(folder, entry, lambda: dict(zip(shapes, mix(shares, size))))
+
+        def build() -> Arrays:
+            dataset_index, dataset_sample_index = mix(shares, size)
+            return {"dataset_index": dataset_index, "dataset_sample_index": dataset_sample_index}
+
+        indices = cache.get(folder, entry, build)
         self.dataset_index = indices["dataset_index"]
         self.dataset_sample_index = indices["dataset_sample_index"]
         self._require_samples()
@@ -232,7 +268,8 @@ class BlendedDataset(Dataset[NDArray[np.int64]]):
         """DataError unless each data set has the samples that the blend takes of it."""
         taken = np.zeros(len(self.datasets), np.int64)
         for start in range(0, len(self), BLOCK):  # bincount makes int64 of all that it is given
-            taken += np.bincount(self.dataset_index[start : start + BLOCK], minlength=len(taken))
+            block = self.dataset_index[start : start + BLOCK]
+            taken += np.bincount(block, minlength=len(taken))
         for number, (samples, dataset) in enumerate(zip(taken.tolist(), self.datasets), start=1):
             if samples > len(dataset):
                 raise DataError(

@@ -14,12 +14,13 @@ from megatron_lite.data.blend_order import BlendedDataset, normalized, sizes_for
 from megatron_lite.data.gpt_dataset import GPTDataset, MockDataset, split_bounds
 from megatron_lite.data.index_cache import IndexCache
 from megatron_lite.data.indexed import IndexedDataset
-from megatron_lite.data.infilling import InfillingDataset, make_infilling
+from megatron_lite.data.infilling import Infilling, InfillingDataset, make_infilling
 from megatron_lite.data.tokenizers import build_tokenizer
 from megatron_lite.errors import DataError
 from megatron_lite.units import count
 
 Dataset = GPTDataset | InfillingDataset | BlendedDataset | ConcatDataset[NDArray[np.int64]] | MockDataset
+Source = tuple[IndexedDataset, range]  # an opened file, and the sequences of it that are used
 SPLITS = ("training", "validation", "test")
 FILE_SPLITS = ("train", "valid", "test")  # Megatron's names, in those of cached files and of flags
 
@@ -57,12 +58,18 @@ def build_datasets(spec: DataSpec) -> Datasets:
     if any(own_paths):
         if spec.sizes[0] and not own_paths[0]:
             raise DataError("--train-data-path: missing beside --valid-data-path or --test-data-path; give it too")
-        flags = [f"--{name}-data-path" for name in FILE_SPLITS]
-        return Datasets(*(builder.build_split(part, flags[part], own_paths[part] or ()) for part in range(3)))
+        return Datasets(
+            train=builder.build_split(0, "--train-data-path", d.train_data_path or ()),
+            valid=builder.build_split(1, "--valid-data-path", d.valid_data_path or ()),
+            test=builder.build_split(2, "--test-data-path", d.test_data_path or ()),
+        )
     if not d.data_path:
         raise DataError("--data-path: missing; give the prefix of a .bin/.idx pair, or train on --mock-data")
-    words = d.data_path
-    return Datasets(*(builder.build_split(part, "--data-path", words) for part in range(3)))
+    return Datasets(
+        train=builder.build_split(0, "--data-path", d.data_path),
+        valid=builder.build_split(1, "--data-path", d.data_path),
+        test=builder.build_split(2, "--data-path", d.data_path),
+    )
 
 
 def _build_mocks(spec: DataSpec) -> list[MockDataset | None]:
@@ -73,7 +80,10 @@ def _build_mocks(spec: DataSpec) -> list[MockDataset | None]:
             raise DataError("--mock-data: has no end, which --full-validation would come to; give --eval-iters instead")
         # Another seed for each split: with the same one, validation would repeat the training samples.
         seed = spec.seed + part
-        mocks.append(MockDataset(size, spec.seq_length, spec.vocab_size, seed) if size else None)
+        mock = None
+        if size:
+            mock = MockDataset(size, spec.seq_length, spec.vocab_size, seed)
+        mocks.append(mock)
     return mocks
 
 
@@ -85,57 +95,85 @@ class _Builder:
         self._cache = IndexCache(spec.data.data_cache_path)
         self._shares = spec.data.split or SPLIT
         self._opened: dict[str, IndexedDataset] = {}  # by prefix
-        self._infilling = make_infilling(spec.data, build_tokenizer(spec.data)) if spec.data.fim_data else None
+        self._infilling: Infilling | None = None
+        if spec.data.fim_data:
+            self._infilling = make_infilling(spec.data, build_tokenizer(spec.data))
 
     def build_split(self, part: int, flag: str, words: tuple[str, ...]) -> Dataset | None:
         """The data set of one split, of a share of --data-path or of files of its own.
 
         Args:
             part: 0 for training, 1 for validation, 2 for test.
-            flag: That names the files.
-            words: What stands behind it: prefixes, each with a weight before it or without.
+            flag: The flag that names the files.
+            words: The flag's values: prefixes, each with a weight before it or without.
 
         Returns:
             None if the split is not wanted, or has no share of the data.
         """
         size = self._spec.sizes[part]
-        is_shared = flag == "--data-path"
         if not words or size == 0:
             return None
+        is_shared = flag == "--data-path"
         if is_shared and split_shares(self._shares)[part] == 0:
             if part == 0:
                 raise DataError(f"--split {self._shares}: no share is left for training; for example 969,30,1")
             return None
         prefixes, weights = parse_blend(words, flag)
-        is_single = len(prefixes) == 1 and (weights is None or not is_shared)
-        sources: list[tuple[IndexedDataset, range]] = []
-        for prefix in prefixes:
-            if prefix not in self._opened:
-                self._opened[prefix] = _open(prefix, flag, self._spec.vocab_size)
-            indexed = self._opened[prefix]
-            mine = split_bounds(self._shares, len(indexed))[part] if is_shared else range(len(indexed))
-            if not mine and part and is_single:
-                return None  # as in Megatron: too few documents for a small share are no mistake
-            sources.append((indexed, mine))
-        for indexed, mine in sources:
-            if not mine:
-                raise DataError(
-                    f"--split {self._shares}: the {SPLITS[part]} share of {indexed.prefix} is none of its "
-                    f"{count(len(indexed))} sequences; give it a larger share, or 0 for none"
-                )
+        sources = [self._take_share(prefix, part, flag) for prefix in prefixes]
         split = FILE_SPLITS[part]
-        if is_single:
+        if len(prefixes) == 1 and (weights is None or not is_shared):
+            [(_, sequences)] = sources
+            if not sequences and part > 0:
+                return None  # as in Megatron: too few documents for a small share are no mistake
+            self._require_sequences(sources, part)
             [dataset] = self._cut_samples(sources, [size], split)
             return dataset
+        self._require_sequences(sources, part)
         if weights is None:
             return self._concatenate(sources, size, split)
         if size is None:
             raise DataError(f"{flag}: weights leave --full-validation no epoch to take; give the files without weights")
+        return self._blend(sources, weights, size, split)
+
+    def _take_share(self, prefix: str, part: int, flag: str) -> Source:
+        """Open a file and find the sequences of it that a split has.
+
+        Args:
+            prefix: Path of the file, without .bin and .idx.
+            part: 0 for training, 1 for validation, 2 for test.
+            flag: The flag that names the file. Splits share the files of --data-path.
+        """
+        if prefix not in self._opened:
+            self._opened[prefix] = _open(prefix, flag, self._spec.vocab_size)
+        indexed = self._opened[prefix]
+        if flag != "--data-path":
+            return indexed, range(len(indexed))
+        return indexed, split_bounds(self._shares, len(indexed))[part]
+
+    def _require_sequences(self, sources: list[Source], part: int) -> None:
+        """DataError unless a split has sequences of each of its files. part: as in _take_share."""
+        for indexed, sequences in sources:
+            if not sequences:
+                raise DataError(
+                    f"--split {self._shares}: the {SPLITS[part]} share of {indexed.prefix} is none of its "
+                    f"{count(len(indexed))} sequences; give it a larger share, or 0 for none"
+                )
+
+    def _blend(self, sources: list[Source], weights: Sequence[float], size: int, split: str) -> Dataset:
+        """Mix files by weight.
+
+        Args:
+            sources: Opened files, and their sequences.
+            weights: One for each file; they need not sum to 1.
+            size: Samples that are wanted.
+            split: train, valid or test.
+        """
         shares = normalized(weights)
         given, wanted = sizes_for_blend(size, shares)
-        return BlendedDataset(self._cut_samples(sources, wanted, split), shares, sum(given), self._cache, split)
+        datasets = self._cut_samples(sources, wanted, split)
+        return BlendedDataset(datasets, shares, sum(given), self._cache, split)
 
-    def _concatenate(self, sources: list[tuple[IndexedDataset, range]], size: int | None, split: str) -> Dataset:
+    def _concatenate(self, sources: list[Source], size: int | None, split: str) -> Dataset:
         """Files without weights: each gives what one epoch of it holds, and counts by that.
 
         Args:
@@ -150,7 +188,7 @@ class _Builder:
         return BlendedDataset(datasets, lengths, min(size, sum(lengths)), self._cache, split)
 
     def _cut_samples(
-        self, sources: list[tuple[IndexedDataset, range]], wanted: Sequence[int | None], split: str
+        self, sources: list[Source], wanted: Sequence[int | None], split: str
     ) -> list[GPTDataset | InfillingDataset]:
         """Cut each file into samples.
 
@@ -162,7 +200,15 @@ class _Builder:
         spec = self._spec
         datasets: list[GPTDataset | InfillingDataset] = []
         for (indexed, mine), samples in zip(sources, wanted):
-            plain = GPTDataset(indexed, mine, samples, spec.seq_length, spec.seed, cache=self._cache, split=split)
+            plain = GPTDataset(
+                indexed,
+                mine,
+                samples,
+                spec.seq_length,
+                spec.seed,
+                cache=self._cache,
+                split=split,
+            )
             if self._infilling is None:
                 datasets.append(plain)
             else:

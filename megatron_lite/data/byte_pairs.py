@@ -354,8 +354,18 @@ def _to_unicode(text: str | bytes) -> str:
     return replace_lone_surrogates(text)
 
 
-def write_bpe(folder: str | Path, vocab: dict[str, int], merges: list[tuple[str, str]]) -> None:
-    """Writes vocab.json and merges.txt into `folder`, which is made if need be."""
+def write_bpe(
+    folder: str | Path,
+    vocab: dict[str, int],
+    merges: list[tuple[str, str]],
+) -> None:
+    """Write vocab.json and merges.txt.
+
+    Args:
+        folder: The folder to write into, which is made if need be.
+        vocab: The id of each token, spelled in the alphabet of bytes.
+        merges: Pairs of tokens in the order in which they are joined.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(vocab, ensure_ascii=False)

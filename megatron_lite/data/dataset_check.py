@@ -190,7 +190,10 @@ def _find_duplicates(
         block = full[start : start + BLOCK_DOCUMENTS]
         begins = (bounds[block] * itemsize).tolist()
         ends = (bounds[block + 1] * itemsize).tolist()
-        digests = [hashlib.blake2b(tokens[begin:end], digest_size=8).digest() for begin, end in zip(begins, ends)]
+        digests = []
+        for begin, end in zip(begins, ends):
+            digest = hashlib.blake2b(tokens[begin:end], digest_size=8)
+            digests.append(digest.digest())
         hashes[start : start + len(block)] = np.frombuffer(b"".join(digests), "<u8")
         report("duplicate documents", (start + len(block)) / len(full))
     ordered = np.sort(hashes)

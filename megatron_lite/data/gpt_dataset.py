@@ -30,7 +30,7 @@ def split_bounds(split: str, num_sequences: int) -> list[range]:
 
     Args:
         split: The value of --split, such as '949,50,1'.
-        num_sequences: Of the file.
+        num_sequences: Sequences in the file.
     """
     shares = split_shares(split)
     normalized = np.array(shares) / np.sum(shares)
@@ -54,8 +54,13 @@ class Recipe:
     def shapes(self) -> Shapes:
         """The shape and the type of each index by its name, known before it is built."""
         positions = self.epochs * len(self.sequences)
-        place = np.dtype(np.int32) if positions <= np.iinfo(np.int32).max else np.dtype(np.int64)
-        order = np.dtype(np.uint32) if self.samples < np.iinfo(np.uint32).max - 1 else np.dtype(np.int64)
+        # types as in Megatron: 64 bits only where 32 do not do
+        place: np.dtype[np.integer] = np.dtype(np.int32)
+        if positions > np.iinfo(np.int32).max:
+            place = np.dtype(np.int64)
+        order: np.dtype[np.integer] = np.dtype(np.uint32)
+        if self.samples >= np.iinfo(np.uint32).max - 1:
+            order = np.dtype(np.int64)
         return {
             "document_index": ((positions,), np.dtype(np.int32)),
             "sample_index": ((self.samples + 1, 2), place),
@@ -69,7 +74,8 @@ class Recipe:
             sequence_lengths: int32 [sequences], in tokens, of the whole file.
             split: train, valid or test.
         """
-        mine = np.ascontiguousarray(sequence_lengths[self.sequences.start : self.sequences.stop])
+        part = slice(self.sequences.start, self.sequences.stop)
+        mine = np.ascontiguousarray(sequence_lengths[part])
         key: dict[str, object] = {
             "random_stream": RANDOM_STREAM,
             "seed": self.seed,
@@ -92,9 +98,12 @@ class Recipe:
         """
         random = np.random.RandomState(self.seed)
         first = self.samples_shuffled_first
-        index = np.empty((self.epochs, len(self.sequences)), np.int32)
-        index[:] = np.arange(self.sequences.start, self.sequences.stop, dtype=np.int32)
-        parts = [index] if first is None else [index[:-1], index[-1:]]
+        numbers = np.arange(self.sequences.start, self.sequences.stop, dtype=np.int32)
+        index = np.empty((self.epochs, len(numbers)), np.int32)
+        index[:] = numbers
+        parts = [index]
+        if first is not None:  # the last epoch apart
+            parts = [index[:-1], index[-1:]]
         for part in parts:
             random.shuffle(part.reshape(-1))  # a view: the rows are contiguous
         document_index = index.reshape(-1)
@@ -148,8 +157,8 @@ def sample_recipe(sequences: range, tokens: int, num_samples: int | None, seq_le
     """The recipe for samples of some sequences.
 
     Args:
-        sequences: Of the split.
-        tokens: That they hold.
+        sequences: The sequences of the split.
+        tokens: How many tokens they hold.
         num_samples: At least so many are served, from as many epochs as that takes; None: those of one epoch.
         seq_length: Tokens of a sample, without EXTRA.
         seed: Of all shuffling.
@@ -162,7 +171,8 @@ def sample_recipe(sequences: range, tokens: int, num_samples: int | None, seq_le
         tokens_before_last = (epochs - 1) * tokens
         before_last = (tokens_before_last - EXTRA) // seq_length
         per_epoch = (tokens - EXTRA) // seq_length
-        if epochs > 1 and num_samples - before_last < int(LAST_EPOCH_SHARE * per_epoch):
+        of_last = num_samples - before_last
+        if epochs > 1 and of_last < int(LAST_EPOCH_SHARE * per_epoch):
             shuffled_first = before_last  # the last epoch is used too little to be mixed with the others
     samples = (epochs * tokens - EXTRA) // seq_length
     return Recipe(sequences, tokens, epochs, shuffled_first, samples, seq_length, seed)
@@ -203,7 +213,8 @@ class GPTDataset(Dataset[NDArray[np.int64]]):
         self.indexed = indexed
         self.seq_length = seq_length
         lengths = indexed.sequence_lengths
-        tokens = int(lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
+        own_lengths = lengths[sequences.start : sequences.stop]
+        tokens = int(own_lengths.sum(dtype=np.int64))
         # With a number of samples to reach, even one token can be repeated over many epochs;
         # one epoch must hold a sample.
         fewest = seq_length + EXTRA if num_samples is None else 1
@@ -217,7 +228,11 @@ class GPTDataset(Dataset[NDArray[np.int64]]):
         entries = recipe.epochs * len(sequences) + recipe.samples
         cache = cache or IndexCache()
         self._folder = cache.folder_for("GPTDataset", indexed.prefix, entries)
-        indices = cache.get(self._folder, recipe.entry(lengths, split), lambda: recipe.build(lengths))
+        indices = cache.get(
+            self._folder,
+            recipe.entry(lengths, split),
+            build=lambda: recipe.build(lengths),
+        )
         self.document_index = indices["document_index"]
         self.sample_index = indices["sample_index"]
         self.shuffle_index = indices["shuffle_index"]
@@ -258,6 +273,13 @@ class MockDataset(Dataset[NDArray[np.int64]]):
     """
 
     def __init__(self, num_samples: int, seq_length: int, vocab_size: int, seed: int):
+        """
+        Args:
+            num_samples: The data set's length.
+            seq_length: Tokens of a sample, without EXTRA.
+            vocab_size: Ids of tokens are below it.
+            seed: Of all that is random.
+        """
         self.num_samples = num_samples
         self.seq_length = seq_length
         self.seed = seed
@@ -273,7 +295,8 @@ class MockDataset(Dataset[NDArray[np.int64]]):
         length = self.seq_length + 1
         first = random.integers(self.alphabet)
         step = random.integers(1, MOCK_MAX_STEP + 1)
-        tokens = (first + step * np.arange(length, dtype=np.int64)) % self.alphabet
+        places = np.arange(length, dtype=np.int64)
+        tokens = (first + step * places) % self.alphabet
         noise = random.integers(self.alphabet, size=length)
         is_noise = random.random(length) < MOCK_NOISE
         return np.where(is_noise, noise, tokens)

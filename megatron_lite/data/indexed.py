@@ -30,6 +30,7 @@ VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 Tokens = NDArray[np.integer]  # of the type that the file's header names
+NUM_RUNS = 256  # of tokens that are looked at when a large file is opened
 BLOCK = 1 << 22  # sequences checked at a time: bounds the memory that opening a huge file takes
 
 
@@ -63,19 +64,25 @@ class IndexedDataset:
         lengths_at = HEADER.size
         pointers_at = lengths_at + 4 * num_sequences
         marks_at = pointers_at + 8 * num_sequences
-        self.sequence_lengths: NDArray[np.int32] = np.frombuffer(index, "<i4", num_sequences, lengths_at)
-        self._pointers: NDArray[np.int64] = np.frombuffer(index, "<i8", num_sequences, pointers_at)
-        self.document_marks: NDArray[np.int64] = np.frombuffer(index, "<i8", num_marks, marks_at)
+        self.sequence_lengths: NDArray[np.int32]
+        self.sequence_lengths = np.frombuffer(index, "<i4", num_sequences, lengths_at)
+        self._pointers: NDArray[np.int64]  # bytes before each sequence in .bin
+        self._pointers = np.frombuffer(index, "<i8", num_sequences, pointers_at)
+        self.document_marks: NDArray[np.int64]
+        self.document_marks = np.frombuffer(index, "<i8", num_marks, marks_at)
         self._check_marks(path)
         self.num_tokens = self._check_sequences(path)
-        path = self.prefix + ".bin"
+        self.all_tokens = self._open_tokens(self.prefix + ".bin")
+
+    def _open_tokens(self, path: str) -> Tokens:
+        """Map the .bin file at a path. DataError unless it holds the tokens that the .idx file counts."""
         num_bytes = os.path.getsize(path)
         expected = self.num_tokens * self.dtype.itemsize
         if num_bytes != expected:
             raise damaged(path, f"{count(num_bytes)} bytes, but its .idx needs {count(expected)}")
         if self.num_tokens == 0:
             raise DataError(f"{path}: holds no tokens; preprocess a text that has some")
-        self.all_tokens: Tokens = np.frombuffer(_map_file(path), self.dtype)
+        return np.frombuffer(_map_file(path), self.dtype)
 
     def _check_marks(self, path: str) -> None:
         """DataError unless document marks rise from 0 to the number of sequences. path: of the .idx."""
@@ -83,10 +90,13 @@ class IndexedDataset:
         whole = f"from 0 to {len(self)}"
         if len(marks) == 0:
             raise damaged(path, f"document marks run from nothing, not {whole}")
-        if marks[0] != 0 or marks[-1] != len(self):
-            raise damaged(path, f"document marks run from {marks[0]} to {marks[-1]}, not {whole}")
+        first = marks[0]
+        last = marks[-1]
+        if first != 0 or last != len(self):
+            raise damaged(path, f"document marks run from {first} to {last}, not {whole}")
         for start in range(0, len(marks), BLOCK):
-            if (np.diff(marks[start : start + BLOCK + 1]) < 0).any():
+            steps = np.diff(marks[start : start + BLOCK + 1])
+            if (steps < 0).any():
                 raise damaged(path, "document marks go backwards")
 
     def _check_sequences(self, path: str) -> int:
@@ -149,11 +159,13 @@ class IndexedDataset:
                 million scattered tokens a million.
         """
         if self.num_tokens <= sample:
-            return int(self.all_tokens.min()), int(self.all_tokens.max())
-        run = max(1, sample // 256)
-        num_runs = max(2, sample // run)
-        starts = np.linspace(0, self.num_tokens - run, num=num_runs).astype(np.int64)
-        runs = [self.all_tokens[start : start + run] for start in starts]
+            runs = [self.all_tokens]
+        else:
+            run = max(1, sample // NUM_RUNS)
+            num_runs = max(2, sample // run)
+            last = self.num_tokens - run
+            starts = np.linspace(0, last, num=num_runs).astype(np.int64)
+            runs = [self.all_tokens[start : start + run] for start in starts]
         smallest = min(int(ids.min()) for ids in runs)
         largest = max(int(ids.max()) for ids in runs)
         return smallest, largest

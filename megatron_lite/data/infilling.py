@@ -66,8 +66,8 @@ def _find_id(tokenizer: Tokenizer, flag: str, token: str) -> int:
 
     Args:
         tokenizer: Knows the vocabulary.
-        flag: That names the token.
-        token: Its name.
+        flag: The flag that names the token, for messages.
+        token: The token's text.
 
     Raises:
         DataError: The vocabulary lacks it, and has no unknown token.
@@ -91,6 +91,12 @@ class InfillingDataset(Dataset[NDArray[np.int64]]):
     """
 
     def __init__(self, samples: GPTDataset, infilling: Infilling, seed: int):
+        """
+        Args:
+            samples: The data set whose samples are rearranged.
+            infilling: How they are.
+            seed: Begins the stream of draws.
+        """
         self.samples = samples
         self._infilling = infilling
         self._random = np.random.RandomState(seed)

@@ -81,7 +81,16 @@ def _stack(samples: list[NDArray[np.int64]]) -> Tensor:
 
 
 def require_block(num_samples: int, micro_batch_size: int, num_ranks: int) -> None:
-    """DataError unless there is one micro-batch for every rank."""
+    """Require one micro-batch for every rank.
+
+    Args:
+        num_samples: Samples of the data set.
+        micro_batch_size: Samples of a micro-batch.
+        num_ranks: Ranks that share the data.
+
+    Raises:
+        DataError: There are fewer samples.
+    """
     if num_samples < micro_batch_size * num_ranks:
         raise DataError(
             f"--micro-batch-size {micro_batch_size}: {count(num_samples)} samples are too few for one micro-batch on "

@@ -34,6 +34,8 @@ ON_ERROR = ("stop", "skip")
 NAMES_SHOWN = 10
 MAX_DOCUMENT_MB = 128  # Python needs about six times as much for one, in each worker
 SECONDS_TO_DIE = 10
+Report = Callable[[int, int, float], None]  # takes documents, bytes of text, and the share of the input that is done
+Say = Callable[[str], None]
 AHEAD = 2  # tasks under way or waiting for an earlier one, per worker
 
 
@@ -55,8 +57,8 @@ def preprocess(
     workers: int = 1,
     on_error: str = "stop",
     max_document_mb: int = MAX_DOCUMENT_MB,
-    report: Callable[[int, int, float], None] = lambda documents, text_bytes, share: None,
-    say: Callable[[str], None] = lambda line: None,
+    report: Report = lambda documents, text_bytes, share: None,
+    say: Say = lambda line: None,
 ) -> Summary:
     """Tokenizes documents and writes PREFIX_KEY_document.bin and .idx for each of json_keys.
 
@@ -84,35 +86,82 @@ def preprocess(
     contents = _check(inputs, json_keys, workers, max_document_mb)
     if append_eod and tokenizer.eod is None:
         raise UserError("--append-eod: this tokenizer has no end-of-document token; leave it out, or choose another")
-    for content in contents:
-        for note in content.notes:
-            say(f"  note: {note}")
+    for note in _list_notes(contents):
+        say(f"  note: {note}")
     prefixes = tuple(f"{output_prefix}_{key}_document" for key in json_keys)
     pairs = [PairWriter(prefix, token_dtype(tokenizer.vocab_size), ENDING) for prefix in prefixes]
-    statuses = [os.stat(path) for path in inputs]
-    settings: dict[str, object] = {
-        "--input": [[os.path.abspath(path), of.st_size, of.st_mtime_ns] for path, of in zip(inputs, statuses)],
-        "--json-keys": list(json_keys),
-        "--append-eod": append_eod,
-        "--max-document-mb": max_document_mb,
-        "the tokenizer": hashlib.sha256(pickle.dumps(tokenizer)).hexdigest(),
-    }
-    total = max(1, sum(status.st_size for status in statuses))
+    files = [_identify_file(path) for path in inputs]
+    settings = _describe_settings(files, tokenizer, json_keys, append_eod, max_document_mb)
+    input_bytes = max(1, sum(file.size for file in files))
     tokenize = partial(tokenize_chunk, tokenizer, tuple(json_keys), append_eod)
     with Unfinished(str(output_prefix), pairs, settings, on_error == "skip", say) as unfinished:
         progress = unfinished.progress
         tasks = chunks(inputs, contents, progress.place, max_document_mb)
         with contextlib.closing(in_order(tokenize, tasks, workers)) as results:
             for chunk, result in results:
-                for mistake in result.mistakes:
-                    if on_error == "stop":
-                        raise DataError(mistake)
-                    say(f"skipped {mistake}")
+                _take_mistakes(result.mistakes, on_error, say)
                 _append(pairs, result, progress)
                 progress.place = chunk.end
                 unfinished.save_progress()
-                report(progress.documents, progress.text_bytes, chunk.bytes_read / total)
-    return Summary(**vars(progress), prefixes=prefixes, tokens=sum(pair.written.tokens for pair in pairs))
+                report(progress.documents, progress.text_bytes, chunk.bytes_read / input_bytes)
+    tokens = sum(pair.written.tokens for pair in pairs)
+    return Summary(**vars(progress), prefixes=prefixes, tokens=tokens)
+
+
+class _FileFacts(NamedTuple):
+    """Facts that change when a file is replaced or written."""
+
+    path: str  # absolute
+    size: int  # bytes
+    changed_ns: int
+
+
+def _identify_file(path: str | Path) -> _FileFacts:
+    """Note what tells an input from another one."""
+    status = os.stat(path)
+    return _FileFacts(os.path.abspath(path), status.st_size, status.st_mtime_ns)
+
+
+def _describe_settings(
+    files: Sequence[_FileFacts],
+    tokenizer: Tokenizer,
+    json_keys: Sequence[str],
+    append_eod: bool,
+    max_document_mb: int,
+) -> dict[str, object]:
+    """Describe all that decides the bytes written: an interrupted call is continued only with the same.
+
+    Args:
+        files: The inputs.
+        tokenizer: As for preprocess; so below.
+        json_keys: Keys of JSON objects whose texts are documents.
+        append_eod: Whether documents end with the end-of-document token.
+        max_document_mb: MiB of the longest line or file.
+    """
+    return {
+        "--input": [list(file) for file in files],
+        "--json-keys": list(json_keys),
+        "--append-eod": append_eod,
+        "--max-document-mb": max_document_mb,
+        "the tokenizer": hashlib.sha256(pickle.dumps(tokenizer)).hexdigest(),
+    }
+
+
+def _take_mistakes(mistakes: Sequence[str], on_error: str, say: Say) -> None:
+    """Report the lines of a chunk that are left out.
+
+    Args:
+        mistakes: FILE:LINE: what is wrong with it.
+        on_error: stop or skip.
+        say: Is told of each line that is skipped.
+
+    Raises:
+        DataError: There is a mistake, and on_error is stop.
+    """
+    for mistake in mistakes:
+        if on_error == "stop":
+            raise DataError(mistake)
+        say(f"skipped {mistake}")
 
 
 def _append(pairs: Sequence[PairWriter], result: "Tokenized", progress: Progress) -> None:
@@ -144,6 +193,11 @@ def _check(inputs: Sequence[str | Path], json_keys: Sequence[str], workers: int,
     return contents
 
 
+def _list_notes(contents: Sequence[Content]) -> list[str]:
+    """What is notable of the inputs."""
+    return [note for content in contents for note in content.notes]
+
+
 def _describe_no_file(path: Path) -> str:
     """Say what stands at a path that is no file, with the remedy."""
     if path.is_dir():
@@ -167,7 +221,7 @@ def tokenize_chunk(tokenizer: Tokenizer, json_keys: tuple[str, ...], append_eod:
     """The tokens of a chunk's documents. A document or line that cannot be used is a mistake, and left out.
 
     Args:
-        tokenizer: Makes them.
+        tokenizer: Turns text into ids.
         json_keys: Keys of JSON objects whose texts are documents.
         append_eod: Whether documents end with the end-of-document token.
         chunk: Lines, or one document.
@@ -212,8 +266,8 @@ def _tokenize(tokenizer: Tokenizer, text: str, end: list[int]) -> NDArray[np.int
     """The ids of one document, in the type that they are stored in. DataError for ids that cannot be.
 
     Args:
-        tokenizer: Makes them.
-        text: Of the document.
+        tokenizer: Turns text into ids.
+        text: The document's text.
         end: Ids that follow those of a document that has any.
     """
     ids = tokenizer.encode(text)
