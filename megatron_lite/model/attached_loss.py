@@ -8,7 +8,7 @@ from torch.autograd.function import once_differentiable
 
 
 class LossState(Protocol):
-    """What a loss beside the main one is multiplied by before backward, as the main loss is."""
+    """State of a loss beside the main one: the factor before backward, which the main loss has, too."""
 
     loss_scale: Tensor | float
 

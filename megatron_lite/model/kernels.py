@@ -1,4 +1,4 @@
-"""What a model computes with where there are several ways to the same numbers.
+"""The operations of a model that a device may compute in several ways, to the same numbers.
 
 GPT is written with torch's own operations. A device that has faster ones to the same numbers (cpu_kernels/) puts them
 on from outside.
@@ -18,6 +18,7 @@ Activation = Callable[[Tensor], Tensor]
 
 
 def _keep_attention(attend: Attend) -> Attend:
+    """The kernel as it is."""
     return attend
 
 

@@ -17,34 +17,46 @@ GELU_SCALE = 2 * math.sqrt(2 / math.pi)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU by its approximation with tanh, for a tensor of any shape."""
     return F.gelu(x, approximate="tanh")
 
 
 def gelu_erf(x: Tensor) -> Tensor:
+    """GELU by its definition, for a tensor of any shape."""
     return F.gelu(x)
 
 
 def squared_relu(x: Tensor) -> Tensor:
+    """Square of ReLU (So et al. 2021), for a tensor of any shape."""
     return F.relu(x).square()
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """(..., 2F) -> (..., F): the first half is the gate, the second the value."""
+    """SiLU of a gate times a value, [..., 2F] -> [..., F]: the first half is the gate (Shazeer 2020)."""
     gate, value = x.chunk(2, dim=-1)
     return F.silu(gate) * value
 
 
-ACTIVATIONS = {f.__name__: f for f in (gelu_tanh, gelu_erf, squared_relu, swiglu)}
+ACTIVATIONS = {
+    "gelu_tanh": gelu_tanh,
+    "gelu_erf": gelu_erf,
+    "squared_relu": squared_relu,
+    "swiglu": swiglu,
+}
 
 
 class MLP(nn.Module):
-    """hidden_BTH -> fc1 -> activation -> fc2 -> BTH. For swiglu the rows of fc1 are all gates, then all values."""
+    """Two linear layers around an activation: hidden_BTH -> fc1 -> activation -> fc2 -> BTH.
+
+    For swiglu the rows of fc1 are all gates, then all values.
+    """
 
     def __init__(self, shape: ModelShape, width: int | None = None):
-        """width: F; None: the shape's."""
+        """Build the layers. width: F, the activation's outputs; the shape's if None."""
         super().__init__()
         inner = shape.ffn_hidden_size if width is None else width
-        self.linear_fc1 = nn.Linear(shape.hidden_size, shape.count_fc1_rows(inner), bias=shape.linear_bias)
+        rows = shape.count_fc1_rows(inner)
+        self.linear_fc1 = nn.Linear(shape.hidden_size, rows, bias=shape.linear_bias)
         self.linear_fc2 = nn.Linear(inner, shape.hidden_size, bias=shape.linear_bias)
         self.activation: Callable[[Tensor], Tensor] = ACTIVATIONS[shape.activation]
 

@@ -1,4 +1,7 @@
-"""LayerNorm and RMSNorm. Letter: W normalized width."""
+"""LayerNorm and RMSNorm.
+
+Letter: W normalized width.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +21,11 @@ class Norm(nn.Module):
         self.width = (width,)
         self.eps = shape.norm_epsilon
         self.minus_one = shape.layernorm_1p
-        self.weight = nn.Parameter(torch.zeros(width) if self.minus_one else torch.ones(width))
-        self.bias = nn.Parameter(torch.zeros(width)) if shape.normalization == "LayerNorm" else None
+        start = torch.zeros(width) if self.minus_one else torch.ones(width)
+        self.weight = nn.Parameter(start)
+        self.bias = None
+        if shape.normalization == "LayerNorm":
+            self.bias = nn.Parameter(torch.zeros(width))
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x

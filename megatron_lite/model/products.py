@@ -17,20 +17,35 @@ from torch.autograd.function import once_differentiable
 Keep = Callable[[Tensor, Tensor], None]
 
 
-def compute_input_gradient(gradient_W: Tensor, weight_WH: Tensor, like_H: Tensor | None = None) -> Tensor:
-    """gradient @ weight, (..., H). like_H: a tensor of the result's size, for kernels that want one."""
+def compute_input_gradient(
+    gradient_W: Tensor,
+    weight_WH: Tensor,
+    like_H: Tensor | None = None,
+) -> Tensor:
+    """Compute the gradient of a linear layer's input, gradient @ weight.
+
+    Args:
+        gradient_W: The gradient of its output, [..., W].
+        weight_WH: Its weight.
+        like_H: A tensor of the result's size, for kernels that want one.
+
+    Returns:
+        A tensor [..., H].
+    """
     return gradient_W @ weight_WH
 
 
 def compute_weight_gradient(gradient_MW: Tensor, input_MH: Tensor) -> Tensor:
-    """gradient^T @ input, (W, H)."""
+    """Compute the gradient of a linear layer's weight, gradient^T @ input: [W, H]."""
     return gradient_MW.t() @ input_MH
 
 
 @dataclass(frozen=True)
 class Products:
-    """Functions that multiply. The defaults are torch's own;
-    other kernels give the same numbers but for the last digits."""
+    """Functions that multiply.
+
+    The defaults are torch's own; other kernels give the same numbers but for the last digits.
+    """
 
     # (input_H, weight_WH, bias_W or None) -> (..., W), to differentiate
     linear: Callable[..., Tensor] = F.linear
@@ -45,11 +60,20 @@ class LinearByHand(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input_H: Tensor, weight_WH: Tensor, bias_W: Tensor | None, products: Products, keep: Keep | None
+        ctx: Any,
+        input_H: Tensor,
+        weight_WH: Tensor,
+        bias_W: Tensor | None,
+        products: Products,
+        keep: Keep | None,
     ) -> Tensor:
-        """input @ weight^T + bias, (..., W).
+        """Compute input @ weight^T + bias, [..., W].
 
         Args:
+            ctx: Torch's, where backward finds what forward leaves.
+            input_H: Inputs, [..., H].
+            weight_WH: The weight.
+            bias_W: The bias, if the layer has one.
             products: Compute the result and its gradients.
             keep: Takes what the weight's gradient is computed from; None: backward computes it.
         """
