@@ -31,8 +31,8 @@ SPLIT = {
 class Layout:
     """Sizes of the dimensions in which ranks divide the work, and this rank's place in each.
 
-    As in Megatron-LM, tensor parallel ranks are neighbors, and those of a pipeline are farthest apart, unless --use-tp-pp-dp-mapping
-    is given (`find_rank`).
+    As in Megatron-LM, tensor parallel ranks are neighbors, and those of a pipeline are farthest apart, unless
+    --use-tp-pp-dp-mapping is given (`find_rank`).
     """
 
     tensor: int = 1  # ranks that split each layer
@@ -60,12 +60,12 @@ class Layout:
 
     @property
     def expert_tensor_rank(self) -> int:
-        """This rank's place among those that split the same experts, which are neighbors."""
+        """Place of this rank among those that split the same experts, which are neighbors."""
         return self.stage_rank % self.expert_tensor
 
     @property
     def expert_rank(self) -> int:
-        """This rank's place among those that have other experts each."""
+        """Place of this rank among those that have other experts each."""
         return self.stage_rank // self.expert_tensor % self.expert
 
     @property
@@ -75,7 +75,7 @@ class Layout:
 
     @property
     def expert_replica(self) -> int:
-        """This rank's place among them."""
+        """Place of this rank among those that hold the same part of the experts."""
         return self.stage_rank // self.expert_block
 
     @property
@@ -85,7 +85,7 @@ class Layout:
 
     @property
     def replica(self) -> int:
-        """This rank's place among them."""
+        """Place of this rank among those that hold the same part of the model."""
         return self.context_rank + self.context * self.data_rank
 
     @property
@@ -95,7 +95,7 @@ class Layout:
 
     @property
     def stage_rank(self) -> int:
-        """This rank's place among them."""
+        """Place of this rank among those of its stage."""
         return self.tensor_rank + self.tensor * self.replica
 
     def locate(self, rank: int) -> "Layout":
@@ -113,18 +113,34 @@ class Layout:
             pipeline_rank=pipeline_rank,
         )
 
-    def find_rank(self, tensor_rank: int, context_rank: int, data_rank: int, pipeline_rank: int) -> int:
-        """The rank at this place."""
+    def find_rank(
+        self,
+        tensor_rank: int,
+        context_rank: int,
+        data_rank: int,
+        pipeline_rank: int,
+    ) -> int:
+        """The rank at a place.
+
+        Args:
+            tensor_rank: Its place among ranks that split each layer.
+            context_rank: Its place among ranks that share out positions.
+            data_rank: Its place among ranks that share out the batch.
+            pipeline_rank: Its stage.
+        """
         outer = data_rank + self.data * pipeline_rank
         if self.data_is_outermost:
             outer = pipeline_rank + self.pipeline * data_rank
         return tensor_rank + self.tensor * (context_rank + self.context * outer)
 
     def describe_place(self, rank: int) -> str:
-        """'pp 1, tp 0': where this rank stands in each dimension that has several; "" where all ranks hold the same.
+        """Name the place of a rank in each dimension that has several ranks, as in "pp 1, tp 0".
 
-        Experts' ranks are named where they have other experts each (ep), and those that split each expert where they are
-        not those that split the layer (etp).
+        Experts' ranks are named where they have other experts each (ep), and those that split each expert where they
+        are not those that split the layer (etp).
+
+        Returns:
+            An empty text where all ranks hold the same.
         """
         if self.tensor * self.context * self.pipeline * self.expert_block == 1:
             return ""
@@ -141,33 +157,48 @@ class Layout:
         return ", ".join(f"{name} {place}" for name, size, place in places if size > 1)
 
     def list_stages(self) -> list[int]:
-        """One rank of each stage of the pipeline."""
+        """List the first rank of each stage of the pipeline."""
         return [self.find_rank(0, 0, 0, number) for number in range(self.pipeline)]
 
     def find_chunks(self, length: int) -> tuple[range, ...]:
-        """Positions of a sequence of this length that this rank has: two of 2 * context equal chunks, one from either end, so that
-        attention to all earlier positions is the same work for all ranks."""
+        """Positions of a sequence of this length that this rank has.
+
+        They are two of 2 * context equal chunks, one from either end, so that attention to all earlier positions is the
+        same work for all ranks.
+        """
         if self.context == 1:
             return (range(length),)
-        size = length // (2 * self.context)
-        return tuple(
-            range(n * size, (n + 1) * size) for n in (self.context_rank, 2 * self.context - 1 - self.context_rank)
+        chunks = 2 * self.context
+        size = length // chunks
+        from_start = self.context_rank
+        from_end = chunks - 1 - self.context_rank
+        return (
+            range(from_start * size, (from_start + 1) * size),
+            range(from_end * size, (from_end + 1) * size),
         )
 
 
 def count_keys(length: int, context: int) -> int:
     """Keys per query, on average, in the scores of a context parallel rank with `length` positions."""
-    return length if context == 1 else (2 * context + 1) * length // 4
+    if context == 1:
+        return length
+    return (2 * context + 1) * length // 4
 
 
 def plan_layout(parallel: ParallelArgs, world: World, has_experts: bool = False) -> Layout:
-    """The layout of this rank. The flags' sizes must divide the number of ranks."""
+    """Plan the layout, as one rank has it.
+
+    Args:
+        parallel: The flags, whose sizes must divide the number of ranks.
+        world: The rank, and how many there are.
+        has_experts: Whether the model has experts.
+    """
     tensor = parallel.tensor_model_parallel_size
     sizes = Layout(
-        tensor,
-        parallel.context_parallel_size,
-        count_data_ranks(parallel, world),
-        parallel.pipeline_model_parallel_size,
+        tensor=tensor,
+        context=parallel.context_parallel_size,
+        data=count_data_ranks(parallel, world),
+        pipeline=parallel.pipeline_model_parallel_size,
         data_is_outermost=parallel.use_tp_pp_dp_mapping,
         sequence_parallel=parallel.sequence_parallel and tensor > 1,
         expert=parallel.expert_model_parallel_size if has_experts else 1,
@@ -178,15 +209,19 @@ def plan_layout(parallel: ParallelArgs, world: World, has_experts: bool = False)
 
 def count_data_ranks(parallel: ParallelArgs, world: World) -> int:
     """Number of data parallel ranks; at least 1 even where sizes do not fit."""
-    p = parallel
-    sizes = p.tensor_model_parallel_size, p.context_parallel_size, p.pipeline_model_parallel_size
-    return max(world.size // math.prod(max(size, 1) for size in sizes), 1)
+    sizes = (
+        parallel.tensor_model_parallel_size,
+        parallel.context_parallel_size,
+        parallel.pipeline_model_parallel_size,
+    )
+    others = math.prod(max(size, 1) for size in sizes)
+    return max(world.size // others, 1)
 
 
 # --- a pipeline: which layers a rank has (pipeline_schedule.py: in which order it computes)
 
 
-LAYER_LETTERS = "EtmL"  # of --pipeline-model-parallel-layout
+LAYER_LETTERS = "EtmL"  # of --pipeline-model-parallel-layout: embedding, layer, layer of multi-token prediction, loss
 REPEATED = (
     re.compile(r"\(([^)]+)\)\*(\d+)"),
     re.compile(r"(.)\*(\d+)"),
@@ -195,77 +230,122 @@ MAX_LAYOUT = 1_000_000  # letters
 
 
 def expand_layout(layout: str) -> list[str]:
-    """What each stage has by --pipeline-model-parallel-layout, in the order of layers: "Et*2|(t|)*2L" -> ["Ett", "t", "t", "L"].
+    """Spell out the letters of each chunk, in the order of layers: "Et*2|(t|)*2L" -> ["Ett", "t", "t", "L"].
 
-    Raises ValueError for one that would be longer than any model's.
+    Args:
+        layout: The value of --pipeline-model-parallel-layout.
+
+    Raises:
+        ValueError: It would be longer than any model's.
     """
     expanded = layout.replace(",", "").replace(" ", "")
     for pattern in REPEATED:
-        if sum(int(number) * len(piece) for piece, number in pattern.findall(expanded)) > MAX_LAYOUT:
+        repeated = pattern.findall(expanded)
+        length = sum(int(number) * len(piece) for piece, number in repeated)
+        if length > MAX_LAYOUT:
             raise ValueError("too long")
         expanded = pattern.sub(lambda match: match[1] * int(match[2]), expanded)
     return expanded.split("|")
 
 
 def count_accounted(parallel: ParallelArgs) -> tuple[int, int]:
-    """(layers that the embedding counts as, those that the loss counts as) where stages share out layers."""
-    embedding = 1 if parallel.account_for_embedding_in_pipeline_split else 0
-    loss = 1 if parallel.account_for_loss_in_pipeline_split else 0
+    """Count the layers as which embedding and loss count where stages share out layers: (embedding, loss)."""
+    embedding = int(parallel.account_for_embedding_in_pipeline_split)
+    loss = int(parallel.account_for_loss_in_pipeline_split)
     return embedding, loss
 
 
 def count_chunk_layers(parallel: ParallelArgs, num_layers: int) -> list[list[int]]:
-    """Numbers of layers of each chunk of each stage: first those of every stage's first chunk, then of every second, and so on.
+    """Count the layers of each chunk of each stage. This is the one place that divides layers among stages.
 
-    They add up to num_layers only if the flags fit together. This is the one place that divides layers among stages.
+    Returns:
+        Rows for the chunks: how many layers the first chunk of every stage has, then every second one, and so on. They
+        add up to num_layers only if the flags fit together.
     """
-    p, stages = parallel, max(parallel.pipeline_model_parallel_size, 1)
+    stages = max(parallel.pipeline_model_parallel_size, 1)
     if stages == 1:
         return [[num_layers]]
-    if p.pipeline_model_parallel_layout is not None:
-        counts = [piece.count("t") for piece in expand_layout(p.pipeline_model_parallel_layout)]
+    if parallel.pipeline_model_parallel_layout is not None:
+        pieces = expand_layout(parallel.pipeline_model_parallel_layout)
+        counts = [piece.count("t") for piece in pieces]
         return [counts[first : first + stages] for first in range(0, len(counts), stages)]
-    chunks = count_chunks(p, num_layers)
-    embedding, loss = count_accounted(p)
-    first, last = p.decoder_first_pipeline_num_layers, p.decoder_last_pipeline_num_layers
-    given = 2 - [first, last].count(None)
-    each = (num_layers + embedding + loss - (first or 0) - (last or 0)) // max(stages - given, 1)
-    of_stages = [each if first is None else first, *[each] * (stages - 2), each if last is None else last]
-    shared = [[count // chunks for count in of_stages] for _ in range(chunks)]
-    shared[0][0] -= embedding
-    shared[-1][-1] -= loss
-    return shared
+    chunks = count_chunks(parallel, num_layers)
+    embedding, loss = count_accounted(parallel)
+    of_stages = _divide_evenly(parallel, num_layers + embedding + loss)
+    of_chunks = [[number // chunks for number in of_stages] for _ in range(chunks)]
+    of_chunks[0][0] -= embedding
+    of_chunks[-1][-1] -= loss
+    return of_chunks
+
+
+def _divide_evenly(parallel: ParallelArgs, num_layers: int) -> list[int]:
+    """Numbers of layers of two or more stages: as many each, but for a first or last stage whose number a flag gives.
+
+    Args:
+        parallel: The flags.
+        num_layers: Layers of the model, with what embedding and loss count as.
+    """
+    stages = parallel.pipeline_model_parallel_size
+    first = parallel.decoder_first_pipeline_num_layers
+    last = parallel.decoder_last_pipeline_num_layers
+    given = [number for number in (first, last) if number is not None]
+    left = num_layers - sum(given)
+    each = left // max(stages - len(given), 1)
+    numbers = [each] * stages
+    if first is not None:
+        numbers[0] = first
+    if last is not None:
+        numbers[-1] = last
+    return numbers
 
 
 def count_stage_layers(parallel: ParallelArgs, num_layers: int) -> list[int]:
     """Numbers of layers of each stage, in order."""
-    return [sum(of_stage) for of_stage in zip(*count_chunk_layers(parallel, num_layers))]
+    of_chunks = count_chunk_layers(parallel, num_layers)
+    return [sum(of_stage) for of_stage in zip(*of_chunks)]
 
 
 def count_chunks(parallel: ParallelArgs, num_layers: int) -> int:
     """Number of chunks of each stage, at least 1."""
-    p, stages = parallel, parallel.pipeline_model_parallel_size
+    stages = parallel.pipeline_model_parallel_size
     if stages <= 1:
         return 1
-    if p.pipeline_model_parallel_layout is not None:
-        return max(len(expand_layout(p.pipeline_model_parallel_layout)) // stages, 1)
-    if p.num_layers_per_virtual_pipeline_stage is None:
-        return p.num_virtual_stages_per_pipeline_rank or 1
-    accounted = num_layers + sum(count_accounted(p))
-    return max(accounted // stages // p.num_layers_per_virtual_pipeline_stage, 1)
+    if parallel.pipeline_model_parallel_layout is not None:
+        pieces = expand_layout(parallel.pipeline_model_parallel_layout)
+        return max(len(pieces) // stages, 1)
+    if parallel.num_layers_per_virtual_pipeline_stage is None:
+        return parallel.num_virtual_stages_per_pipeline_rank or 1
+    accounted = num_layers + sum(count_accounted(parallel))
+    of_stage = accounted // stages
+    return max(of_stage // parallel.num_layers_per_virtual_pipeline_stage, 1)
 
 
 def plan_stage(parallel: ParallelArgs, layout: Layout, num_layers: int) -> Stage:
-    """The stage of this rank. Stages have as many layers each, unless flags say otherwise."""
-    number, first = layout.pipeline_rank, 0
+    """Plan the stage of a rank.
+
+    Args:
+        parallel: The flags. Stages have as many layers each, unless they say otherwise.
+        layout: The layout, as the rank has it.
+        num_layers: Layers of the whole model.
+    """
+    number = layout.pipeline_rank
+    before = 0  # layers before the chunks of this row
     own: list[range] = []
     for counts in count_chunk_layers(parallel, num_layers):
-        start = first + sum(counts[:number])
+        start = before + sum(counts[:number])
         own.append(range(start, start + counts[number]))
-        first += sum(counts)
-    splits_backward = parallel.pipeline_schedule == ZERO_BUBBLE and layout.pipeline > 1
-    group = parallel.microbatch_group_size_per_virtual_pipeline_stage or 0
-    return Stage(number, layout.pipeline, tuple(own), splits_backward, group if len(own) > 1 else 0)
+        before += sum(counts)
+    group = 0
+    if len(own) > 1:
+        group = parallel.microbatch_group_size_per_virtual_pipeline_stage or 0
+    is_zero_bubble = parallel.pipeline_schedule == ZERO_BUBBLE
+    return Stage(
+        number,
+        layout.pipeline,
+        tuple(own),
+        is_zero_bubble and layout.pipeline > 1,
+        group,
+    )
 
 
 # --- which part of a tensor a rank holds
@@ -278,29 +358,38 @@ class Block:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
+    def cut(self, start: int, end: int) -> "Block":
+        """The block that consists of rows `start` to `end` of this one."""
+        offsets = (self.offsets[0] + start, *self.offsets[1:])
+        return Block(offsets, (end - start, *self.sizes[1:]))
+
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank holds of a tensor: blocks of it, one below the other along the first dimension."""
+    """Blocks of a tensor that a rank holds, one below the other along the first dimension."""
 
     whole: tuple[int, ...]  # the tensor's shape
     blocks: tuple[Block, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (sum(block.sizes[0] for block in self.blocks), *self.blocks[0].sizes[1:])
+        """Sizes of the blocks together, as the rank holds them."""
+        rows = sum(block.sizes[0] for block in self.blocks)
+        return (rows, *self.blocks[0].sizes[1:])
 
     def cut(self, start: int, end: int) -> "Part":
         """The part that consists of rows `start` to `end` of this one."""
-        blocks, first = [], 0
+        blocks = []
+        first = 0  # row of this part in which a block begins
         for block in self.blocks:
-            low, high = max(start - first, 0), min(end - first, block.sizes[0])
+            low = max(start - first, 0)
+            high = min(end - first, block.sizes[0])
             if low < high:
-                offsets = (block.offsets[0] + low, *block.offsets[1:])
-                blocks.append(Block(offsets, (high - low, *block.sizes[1:])))
+                blocks.append(block.cut(low, high))
             first += block.sizes[0]
-        nothing = Block(self.blocks[0].offsets, (0, *self.blocks[0].sizes[1:]))
-        return Part(self.whole, tuple(blocks) or (nothing,))
+        if not blocks:
+            blocks = [self.blocks[0].cut(0, 0)]
+        return Part(self.whole, tuple(blocks))
 
 
 def whole_part(shape: tuple[int, ...]) -> Part:
@@ -309,32 +398,51 @@ def whole_part(shape: tuple[int, ...]) -> Part:
 
 
 def take_part(tensor: Any, whole: Any, part: Part) -> None:
-    """Copy a part of `whole` into `tensor`, which holds it."""
+    """Copy this rank's part of a whole tensor.
+
+    Args:
+        tensor: A torch tensor of the part's shape, to be filled.
+        whole: The whole tensor.
+        part: Where the part lies in it.
+    """
     for rows, region in _pair(tensor, whole, part):
         rows.copy_(region)
 
 
 def put_part(whole: Any, tensor: Any, part: Part) -> None:
-    """Copy `tensor`, which holds a part, into its place in `whole`."""
+    """Copy a rank's part into its place in the whole tensor.
+
+    Args:
+        whole: The whole tensor, to be filled in part.
+        tensor: A torch tensor of the part's shape.
+        part: Where the part lies in the whole.
+    """
     for rows, region in _pair(tensor, whole, part):
         region.copy_(rows)
 
 
 def _pair(tensor: Any, whole: Any, part: Part) -> Iterator[tuple[Any, Any]]:
-    """For each block, views of its rows in `tensor` and of its place in `whole`."""
+    """Views of each block's rows in `tensor`, and of its place in `whole`."""
     if not part.whole:
         yield tensor, whole
         return
     start = 0
     for block in part.blocks:
         end = start + block.sizes[0]
-        yield tensor[start:end], whole[tuple(slice(at, at + size) for at, size in zip(block.offsets, block.sizes))]
+        region = [slice(at, at + size) for at, size in zip(block.offsets, block.sizes)]
+        yield tensor[start:end], whole[tuple(region)]
         start = end
 
 
 def is_split(name: str) -> bool:
     """Whether ranks that split a layer have a part each of the model's parameter of this name, or all of it."""
-    return ".".join(name.split(".")[-2:]) in SPLIT
+    return _find_kind(name) in SPLIT
+
+
+def _find_kind(name: str) -> str:
+    """The last two words of a parameter's name: those of its module and its own."""
+    words = name.split(".")
+    return ".".join(words[-2:])
 
 
 def is_of_experts(name: str) -> bool:
@@ -342,36 +450,54 @@ def is_of_experts(name: str) -> bool:
     return ".mlp.experts." in name
 
 
-def find_part(name: str, shape: tuple[int, ...], layout: Layout, gated: bool, experts: int = 0) -> Part:
-    """What a rank holds of the parameter of this name, whose shape on the rank is `shape`.
+def find_part(
+    name: str,
+    shape: tuple[int, ...],
+    layout: Layout,
+    gated: bool,
+    experts: int = 0,
+) -> Part:
+    """Find the part of a parameter that a rank holds.
 
     Args:
-        name: Megatron-Core's.
-        shape: On this rank.
-        layout: The rank's place.
-        gated: fc1's rows are all gates, then all values; a rank has the same ones of both.
-        experts: That this rank has, in each layer.
+        name: The parameter's name, Megatron-Core's.
+        shape: Its shape on the rank.
+        layout: The layout, as the rank has it.
+        gated: Whether fc1's rows are all gates, then all values. A rank has the same ones of both.
+        experts: How many experts the rank has in each layer.
     """
     if is_of_experts(name):
         return _find_expert_part(name, shape, layout, gated, experts)
-    whole, kind = list(shape), ".".join(name.split(".")[-2:])
+    kind = _find_kind(name)
     if layout.tensor == 1 or kind not in SPLIT:
         return whole_part(shape)
     dimension = SPLIT[kind]
+    whole = list(shape)
     whole[dimension] *= layout.tensor
     halves = 2 if gated and kind.startswith("linear_fc1") else 1
-    sizes, blocks = list(shape), []
+    sizes = list(shape)
     sizes[dimension] //= halves
+    blocks = []
     for half in range(halves):
+        number = half * layout.tensor + layout.tensor_rank
         offsets = [0] * len(shape)
-        offsets[dimension] = sizes[dimension] * (half * layout.tensor + layout.tensor_rank)
+        offsets[dimension] = sizes[dimension] * number
         blocks.append(Block(tuple(offsets), tuple(sizes)))
     return Part(tuple(whole), tuple(blocks))
 
 
-def _find_expert_part(name: str, shape: tuple[int, ...], layout: Layout, gated: bool, experts: int) -> Part:
-    """The same of a matrix of experts, which lie one below the other: those of this rank, and of each its part."""
-    dimension = SPLIT[".".join(name.split(".")[-2:])]
+def _find_expert_part(
+    name: str,
+    shape: tuple[int, ...],
+    layout: Layout,
+    gated: bool,
+    experts: int,
+) -> Part:
+    """Find the part of a matrix of experts, which lie one below the other: those of this rank, and of each its part.
+
+    The arguments are those of find_part.
+    """
+    dimension = SPLIT[_find_kind(name)]
     splits_rows = dimension == 0
     whole = list(shape)
     whole[0] *= layout.expert
@@ -389,7 +515,8 @@ def _find_expert_part(name: str, shape: tuple[int, ...], layout: Layout, gated: 
         # halves of all experts before this one, of which each rank has `rows` rows
         before = experts * halves * layout.expert_rank + number
         first = rows * (before * layout.expert_tensor + layout.expert_tensor_rank)
-        blocks.append(Block((first, *[0] * (len(shape) - 1)), (rows, *shape[1:])))
+        others = [0] * (len(shape) - 1)
+        blocks.append(Block((first, *others), (rows, *shape[1:])))
     return Part(tuple(whole), tuple(blocks))
 
 
@@ -398,10 +525,13 @@ def _find_expert_part(name: str, shape: tuple[int, ...], layout: Layout, gated: 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How replicas share out fp32 weights, gradients and moments: each parameter by rows, in equal parts but for the last ones."""
+    """How replicas share out fp32 weights, gradients and moments.
+
+    Each parameter is shared out by rows, in equal parts but for the last ones.
+    """
 
     ranks: int  # that together hold the whole
-    index: int  # this rank's among them
+    index: int  # place of this rank among them
     # layers give back after forward what they gathered (ZeRO-3), or keep it until backward (ZeRO-1)
     gathers_twice: bool
 
