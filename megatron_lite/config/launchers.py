@@ -39,19 +39,19 @@ class Launcher:
         return next((name for name in self.variables[column] if environment.get(name)), None)
 
     def read(self, environment: Mapping[str, str], column: str) -> str | None:
-        """Its value."""
+        """Read the variable of a column; None where it is not set."""
         name = self.find(environment, column)
         return None if name is None else environment[name].strip()
 
     def read_number(self, environment: Mapping[str, str], column: str) -> int | None:
-        """Its value; None too where it is no whole number."""
+        """Read the variable of a column; None where it is not set, or no whole number."""
         value = self.read(environment, column)
         return int(value) if value is not None and value.isascii() and value.isdecimal() else None
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launcher other than torchrun says, in torchrun's names."""
+    """Variables that a launcher other than torchrun gives, in torchrun's names."""
 
     variables: Mapping[str, str]  # those that are not set yet
     remark: str  # on it, to be printed once
@@ -59,7 +59,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class LaunchNumbers:
-    """torchrun's numbers of one process."""
+    """Numbers of one process, as torchrun counts them."""
 
     rank: int
     size: int
@@ -79,9 +79,13 @@ def read_launchers() -> tuple[Launcher, ...]:
 
 
 def find_launch(environment: Mapping[str, str]) -> Launch | None:
-    """What to add to the environment of a rank that Slurm, MPI or the like started; None where there is nothing to add.
+    """Find what to add to the environment of a rank that Slurm, MPI or the like started.
 
-    UserError where that launcher does not say enough.
+    Returns:
+        None where there is nothing to add.
+
+    Raises:
+        UserError: The launcher does not say enough.
     """
     launcher = next((one for one in read_launchers() if one.find(environment, "rank")), None)
     if launcher is None or BY_TORCHRUN in environment:
@@ -90,21 +94,13 @@ def find_launch(environment: Mapping[str, str]) -> Launch | None:
     size = _read_size(launcher, environment)
     if rank is None or size == 1:
         return None
-    wanted = {"RANK": rank, "WORLD_SIZE": size}
+    wanted = {"RANK": str(rank), "WORLD_SIZE": str(size)}
     # whoever set torchrun's variables to something else has started this process
-    if any(environment.get(name, str(value)) != str(value) for name, value in wanted.items()):
+    if any(environment.get(name, value) != value for name, value in wanted.items()):
         return None
-    started = launcher.variables["started"]
-    if started and rank == 0 and launcher.find(environment, "started") is None and "RANK" not in environment:
+    if rank == 0 and _is_lone_task(launcher, environment):
         return Launch({}, _describe_lone_task(launcher, environment, size))
-    local = {
-        "LOCAL_RANK": launcher.read_number(environment, "local_rank"),
-        "LOCAL_WORLD_SIZE": _read_local_size(launcher, environment, size),
-    }
-    given = {name: str(value) for name, value in (wanted | local).items() if value is not None}
-    on_one_machine = local["LOCAL_WORLD_SIZE"] == size
-    given["MASTER_ADDR"] = environment.get("MASTER_ADDR") or _find_first_host(launcher, environment, on_one_machine)
-    given["MASTER_PORT"] = str(_choose_port(launcher, environment))
+    given = wanted | _find_local(launcher, environment, size)
     if rank >= size:
         raise UserError(
             f"{launcher.find(environment, 'rank')}={rank}: {launcher.name} started {counted(size, 'rank')}, "
@@ -115,6 +111,39 @@ def find_launch(environment: Mapping[str, str]) -> Launch | None:
         return None
     shown = " ".join(f"{name}={value}" for name, value in added.items())
     return Launch(added, f"ranks are those that {launcher.name} started; on this one {shown}")
+
+
+def _is_lone_task(launcher: Launcher, environment: Mapping[str, str]) -> bool:
+    """Whether the job has several tasks, of which the launcher did not start this process."""
+    says_who_started = bool(launcher.variables["started"])
+    has_not_started = launcher.find(environment, "started") is None
+    return says_who_started and has_not_started and "RANK" not in environment
+
+
+def _find_local(launcher: Launcher, environment: Mapping[str, str], size: int) -> dict[str, str]:
+    """torchrun's variables of this machine, and where rank 0 is met.
+
+    Args:
+        launcher: The one that started this process.
+        environment: This process's variables.
+        size: How many ranks there are.
+
+    Raises:
+        UserError: Nothing says where rank 0 is.
+    """
+    local_rank = launcher.read_number(environment, "local_rank")
+    local_size = _read_local_size(launcher, environment, size)
+    host = environment.get("MASTER_ADDR")
+    if not host:
+        host = _find_first_host(launcher, environment, on_one_machine=local_size == size)
+    given = {}
+    if local_rank is not None:
+        given["LOCAL_RANK"] = str(local_rank)
+    if local_size is not None:
+        given["LOCAL_WORLD_SIZE"] = str(local_size)
+    given["MASTER_ADDR"] = host
+    given["MASTER_PORT"] = str(_choose_port(launcher, environment))
+    return given
 
 
 def _read_size(launcher: Launcher, environment: Mapping[str, str]) -> int:

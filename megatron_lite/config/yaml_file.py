@@ -44,42 +44,77 @@ ACTIVATION_KEYS = ("activation-func", "gated-linear-unit")
 
 
 def read_yaml(path: str, knobs: dict[str, Flag], names: set[str]) -> tuple[list[Word] | None, list[str]]:
-    """([(spelling, values)], mistakes) of the file's settings; None and why, if nothing can be read. Never raises.
+    """Read the settings of a file as words of a command line. Never raises.
 
     Groups nest freely, names take - or _, lists are several values, true and false set switches, null is "not given".
     The name of what a --no-... flag switches off is a switch too. Unknown names that are false or null ask for nothing.
-    knobs: by field name. names: every spelling with an answer.
+
+    Args:
+        path: The file.
+        knobs: Flags of the trainer, by field name.
+        names: Every spelling of a flag that has an answer.
+
+    Returns:
+        Each setting as (spelling, values), or None if nothing can be read; and all mistakes, a line each.
     """
+    content, why = _read_content(path)
+    if content is None:
+        return None, [f"{YAML_FLAG} {path}: {why}"]
+    leaves = list(_list_leaves(content, (id(content),)))
+    by_key = {_spell_dashed(name): value for name, value in leaves}
+    words, mistake = _read_activation(by_key)
+    mistakes = [mistake] if mistake else []
+    off = _find_switches_off(names)
+    for name, value in leaves:
+        if value is None:
+            continue
+        key = _spell_dashed(name)
+        key = CORE_NAMES.get(key, key)
+        flag = knobs.get(key.replace("-", "_"))
+        switched_off = None
+        if flag is None and f"--{key}" not in names:
+            switched_off = off.get(key)
+        mistake = _check_kind(value, flag, switched_off)
+        if mistake is not None:
+            mistakes.append(f"{name}: {mistake}")
+        elif key not in ACTIVATION_KEYS:
+            words += _read_setting(key, value, flag, switched_off, names)
+    return words, [f"{path}: {mistake}" for mistake in mistakes]
+
+
+def _read_content(path: str) -> tuple[dict[Any, Any] | None, str]:
+    """The groups and settings of a file, or None and why they cannot be read."""
     import yaml  # most command lines name no file, and --help and plan are to answer at once
 
     try:
         content = _load(read_foreign_text(path, MAX_YAML_BYTES))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not a text file"
-        return None, [f"{YAML_FLAG} {path}: cannot be read ({reason}); check the path."]
+        return None, f"cannot be read ({reason}); check the path."
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that does not exist
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}" if mark else ""
-        return None, [f"{YAML_FLAG} {path}: not YAML{where}; mend the file."]
+        return None, f"not YAML{where}; mend the file."
     if not isinstance(content, dict):
-        return None, [f"{YAML_FLAG} {path}: holds no NAME: VALUE lines; write some, or drop the flag."]
-    leaves = list(_list_leaves(content, (id(content),)))
-    off = _find_switches_off(names)
-    words, mistake = _read_activation({_spell_dashed(name): value for name, value in leaves})
-    mistakes = [mistake] if mistake else []
-    for name, value in leaves:
-        key = CORE_NAMES.get(_spell_dashed(name), _spell_dashed(name))
-        if value is None:
-            continue
-        flag = knobs.get(key.replace("-", "_"))
-        switched_off = None if flag or f"--{key}" in names else off.get(key)
-        if (flag.is_switch if flag else switched_off) and not isinstance(value, bool):
-            mistakes.append(f"{name}: {value}: is a switch; give true or false.")
-        elif isinstance(value, bool) and flag and not (flag.is_switch or flag.as_switch):
-            mistakes.append(f"{name}: {str(value).lower()}: is no switch; give its value, or null.")
-        elif key not in ACTIVATION_KEYS:
-            words += _read_setting(key, value, flag, switched_off, names)
-    return words, [f"{path}: {mistake}" for mistake in mistakes]
+        return None, "holds no NAME: VALUE lines; write some, or drop the flag."
+    return content, ""
+
+
+def _check_kind(value: object, flag: Flag | None, switched_off: str | None) -> str | None:
+    """Whether a setting has a value where one belongs: what is wrong, or None.
+
+    Args:
+        value: What the file gives.
+        flag: The flag that it sets, if it is one of the trainer.
+        switched_off: The --no-... flag of which it is the other side, if there is one.
+    """
+    is_switch = flag.is_switch if flag else switched_off is not None
+    if is_switch and not isinstance(value, bool):
+        return f"{value}: is a switch; give true or false."
+    takes_bool = flag is None or flag.is_switch or flag.as_switch
+    if isinstance(value, bool) and not takes_bool:
+        return f"{str(value).lower()}: is no switch; give its value, or null."
+    return None
 
 
 def _load(text: str) -> Any:
@@ -115,6 +150,12 @@ def _count_entries(value: object, known: dict[int, int]) -> int:
 
 
 def _list_leaves(content: dict[Any, Any], above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
+    """The settings of all groups, as (name, value).
+
+    Args:
+        content: A group.
+        above: Identities of the groups around it, and its own.
+    """
     for name, value in content.items():
         if not isinstance(value, dict):
             yield str(name), value
@@ -129,9 +170,9 @@ def _spell_dashed(name: str) -> str:
 
 
 def _find_switches_off(names: set[str]) -> dict[str, str]:
-    """{key: the one of `names` that switches it off}: bias-swiglu-fusion -> --no-bias-swiglu-fusion.
+    """Find the --no-... flags by the keys that they switch off: bias-swiglu-fusion -> --no-bias-swiglu-fusion.
 
-    The key is the flag's name without its "no" or "disable", or that behind apply, enable, perform or use.
+    A key is the flag's name without its "no" or "disable", or that behind apply, enable, perform or use.
     """
     off = dict(OTHERWISE_NAMED)
     for name in sorted(names, key=lambda name: ("disable" in name, name)):  # of two spellings, --no-...
@@ -161,7 +202,14 @@ def _read_setting(key: str, value: object, flag: Flag | None, switched_off: str 
 
 
 def _read_activation(values: dict[str, object]) -> tuple[list[Word], str | None]:
-    """(words, mistake) of activation_func and gated_linear_unit, in {key: value} of the whole file."""
+    """Read activation_func and gated_linear_unit together, which name one flag.
+
+    Args:
+        values: Settings of the whole file, by key.
+
+    Returns:
+        The words, and a mistake or None.
+    """
     activation = values.get("activation-func")
     gated = values.get("gated-linear-unit")
     swiglu = values.get("swiglu") is True

@@ -235,10 +235,26 @@ def gather_tokens(layout: Layout, block: dist.ProcessGroup, x_MH: Tensor, routes
     return _scatter_sum_with_gradient(sums_MH, block)
 
 
-def send_tokens(layout: Layout, block: dist.ProcessGroup, x_MH: Tensor, routes: Routes, experts: Experts) -> Tensor:
+def send_tokens(
+    layout: Layout,
+    block: dist.ProcessGroup,
+    x_MH: Tensor,
+    routes: Routes,
+    experts: Experts,
+) -> Tensor:
     """An Exchange in which each token is sent to the ranks of its experts only (all-to-all), and their results back.
 
     A token goes to all ranks that split its expert, each of which gives a part of a sum.
+
+    Args:
+        layout: The layout, as this rank has it.
+        block: The ranks that together have all experts.
+        x_MH: This rank's tokens.
+        routes: Their experts.
+        experts: This rank's experts.
+
+    Returns:
+        out_MH, the sum of what each token's experts give.
     """
     ranks = layout.expert_block
     copies = layout.expert_tensor
@@ -250,20 +266,36 @@ def send_tokens(layout: Layout, block: dist.ProcessGroup, x_MH: Tensor, routes: 
     # the host must know how many there are: one wait for both directions
     both_R = torch.stack((counts_RL.sum(dim=1), coming_RL.sum(dim=1)))
     leaving, coming = routes.reader.read_counts(both_R, copies * len(assigned.tokens_A))
+    tokens_A = assigned.tokens_A
+    shares_A = assigned.shares_A
     places_A = _repeat_for_copies(leaving, copies, x_MH.device)
-    tokens_A = assigned.tokens_A if places_A is None else assigned.tokens_A.index_select(0, places_A)
-    shares_A = assigned.shares_A if places_A is None else assigned.shares_A.index_select(0, places_A)
+    if places_A is not None:
+        tokens_A = tokens_A.index_select(0, places_A)
+        shares_A = shares_A.index_select(0, places_A)
     leaving_AH = x_MH.index_select(0, tokens_A)
     received_SH = _send_with_gradient(leaving_AH, coming, leaving, block)
     shares_S = _send_with_gradient(shares_A, coming, leaving, block)
-    # sorted by rank, then by expert: by expert first, for the experts
-    labels_RL = torch.arange(number, device=x_MH.device).expand(ranks, number)
-    labels_S = labels_RL.flatten().repeat_interleave(coming_RL.flatten(), output_size=sum(coming))
-    order = labels_S.argsort(stable=True)
-    out_SH = experts(received_SH.index_select(0, order), shares_S.index_select(0, order), coming_RL.sum(dim=0))
-    back_SH = torch.empty_like(out_SH).index_copy(0, order, out_SH)
+    order_S = _order_by_expert(coming_RL, sum(coming))
+    out_SH = experts(received_SH.index_select(0, order_S), shares_S.index_select(0, order_S), coming_RL.sum(dim=0))
+    back_SH = torch.empty_like(out_SH).index_copy(0, order_S, out_SH)
     out_AH = _send_with_gradient(back_SH, leaving, coming, block)
     return torch.zeros_like(x_MH).index_add(0, tokens_A, out_AH)
+
+
+def _order_by_expert(coming_RL: Tensor, number: int) -> Tensor:
+    """The places of received rows, which lie by rank and then by expert, in the order of experts.
+
+    Args:
+        coming_RL: int64, rows that come from each rank for each expert.
+        number: How many they are.
+
+    Returns:
+        order_S, int64.
+    """
+    ranks, experts = coming_RL.shape
+    labels_RL = torch.arange(experts, device=coming_RL.device).expand(ranks, experts)
+    labels_S = labels_RL.flatten().repeat_interleave(coming_RL.flatten(), output_size=number)
+    return labels_S.argsort(stable=True)
 
 
 def _repeat_for_copies(leaving: list[int], copies: int, device: torch.device) -> Tensor | None:

@@ -113,8 +113,12 @@ class Replica(ABC):
     """
 
     def __init__(self, plan: Plan, model: nn.Module, groups: Groups):
-        layout = plan.layout
-        stage = plan.stage
+        """
+        Args:
+            plan: This rank's plan.
+            model: The rank's part of the model.
+            groups: The ranks that share the model.
+        """
         self.model = model
         self.pipeline = groups.pipeline
         self.stage_group = None if groups.experts is None else groups.experts.stage
@@ -126,24 +130,18 @@ class Replica(ABC):
         self.replicate_ranks = find_replicate_ranks(plan)
         self.expert_replicate_ranks = find_expert_replicate_ranks(plan)
         self._tensor_group = find_group(groups.mesh, TENSOR)
-        # what tensor parallel ranks hold alike is the first one's, and an embedding on both ends the first stage's
-        self.owned = [(layout.tensor_rank == 0 or is_split(name)) and not is_copy(stage, name) for name in self.names]
-        holds_all = groups.mesh is None and layout.expert_block == 1
+        self.owned = [_is_owned(plan, name) for name in self.names]
+        holds_all = groups.mesh is None and plan.layout.expert_block == 1
         self.sum_over_ranks = None if holds_all else self._sum_over_ranks
         # a sum over all ranks counts one copy of each parameter
         self.counted: list[bool] = []
         for name, owned in zip(self.names, self.owned):
             is_first_copy = holds_all or self.find_replicate_ranks(name).place == 0
             self.counted.append(owned and is_first_copy)
-        # tensor parallel ranks have the gradients of these from their own tokens, or heads, only
+        # places of parameters whose gradients tensor parallel ranks have a term of each
         self._partial: list[int] = []
         if self._tensor_group is not None:
-            for index, name in enumerate(self.names):
-                # latent attention's norms are of what all heads are made from
-                of_own_heads = name.split(".")[-2] in NORMS_OF_HEADS and plan.shape.latent is None
-                if not is_split(name) and (layout.sequence_parallel or of_own_heads):
-                    self._partial.append(index)
-
+            self._partial = [place for place, name in enumerate(self.names) if _has_partial_gradient(plan, name)]
         # the parameters, by name, whose rows ranks share out
         self.shares: dict[str, ShardedRows] = {}
 
@@ -189,13 +187,33 @@ class Replica(ABC):
         each. Returns `gradients`."""
         add_ends(self.pipeline, self.names, gradients)
         if self._partial:
-            parts = [part for index in self._partial if (part := gradients[index]) is not None]
+            parts = [part for place in self._partial if (part := gradients[place]) is not None]
             flat = torch.cat([part.reshape(-1) for part in parts])
             dist.all_reduce(flat, group=self._tensor_group)
             lengths = [part.numel() for part in parts]
             sums = [one.view_as(part) for one, part in zip(flat.split(lengths), parts)]
             torch._foreach_copy_(parts, sums)
         return gradients
+
+
+def _is_owned(plan: Plan, name: str) -> bool:
+    """Whether this rank writes the parameter of this name, and counts it, for all that hold the same.
+
+    What tensor parallel ranks hold alike is the first one's, and an embedding on both ends of a pipeline the first
+    stage's.
+    """
+    if is_copy(plan.stage, name):
+        return False
+    return plan.layout.tensor_rank == 0 or is_split(name)
+
+
+def _has_partial_gradient(plan: Plan, name: str) -> bool:
+    """Whether a tensor parallel rank has the gradient of its own tokens, or heads, of the parameter of this name."""
+    if is_split(name):
+        return False
+    # latent attention's norms are of what all heads are made from
+    is_of_own_heads = name.split(".")[-2] in NORMS_OF_HEADS and plan.shape.latent is None
+    return plan.layout.sequence_parallel or is_of_own_heads
 
 
 def find_parts(model: nn.Module, plan: Plan) -> dict[str, Part]:

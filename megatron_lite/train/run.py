@@ -57,8 +57,8 @@ def run(plan: Plan, streams: DataStreams, eod: int | None, instruments: RunObser
     """Train as planned inside a process group.
 
     Args:
-        plan: This rank's.
-        streams: The data.
+        plan: This rank's plan.
+        streams: Batches for training, validation and test.
         eod: The tokenizer's id of the end of a document; None if it has none.
         instruments: Observes the run.
         make_log: Makes the log. Called once, when the checkpoint has been loaded.
@@ -73,7 +73,7 @@ def run(plan: Plan, streams: DataStreams, eod: int | None, instruments: RunObser
     checkpoints.load(progress)
     instruments.resume(progress.started_at)
     make_batch = BatchMaker(plan.args.data, plan.layout, device, eod)
-    metrics = StepMetrics(optimizer, device, plan.world.size, plan.args.precision.check_for_nan_in_loss_and_grad)
+    metrics = _make_metrics(plan, optimizer, device)
     with make_log(metrics, progress) as log, checkpoints:
         evaluate_on = partial(Evaluation, plan, replica, make=make_batch, log=log)
         validation = None
@@ -82,24 +82,46 @@ def run(plan: Plan, streams: DataStreams, eod: int | None, instruments: RunObser
         saving = SaveHook(plan.args.checkpoint, checkpoints, log, loaded=progress.iteration)
         reason = None
         if not plan.args.training.skip_train:
-            computed = instruments.gradients_computed if plan.world.size > 1 else None
-            training_step = TrainingStep(plan, replica, optimizer, make_batch, computed)
+            training_step = TrainingStep(plan, replica, optimizer, make_batch, _find_listener(plan, instruments))
             step = InjectingStep(training_step, plan, saving, progress)
-            hooks: list[StepHook] = [saving, GarbageCollectionHook(plan.args.training)]
-            if validation is not None:
-                hooks.insert(0, validation)
+            hooks = _list_hooks(plan, validation, saving)
             exits = ExitConditions(plan.args.training, device, checkpoints, plan.args.checkpoint.async_save)
             batches = streams.training(progress)
             reason = train(plan.train_iters, progress, step, batches, log, hooks, exits, instruments)
             log.finish()
             saving.run(progress)
             exits.over()
-        if reason is None and validation is not None:
+        if reason is not None:
+            return reason
+        if validation is not None:
             validation.report_at_the_end(progress)
-        if reason is None and streams.has("test"):
-            test = evaluate_on(streams.test(), plan.evaluation_samples)
-            test.report(progress, f"iteration {progress.iteration} on test set", "test")
-    return reason
+        if streams.has("test"):
+            _report_test(evaluate_on(streams.test(), plan.evaluation_samples), progress)
+    return None
+
+
+def _report_test(test: Evaluation, progress: Progress) -> None:
+    """Evaluate on the test set, at the end of training."""
+    test.report(progress, f"iteration {progress.iteration} on test set", "test")
+
+
+def _make_metrics(plan: Plan, optimizer: Optimizer, device: torch.device) -> StepMetrics:
+    """Make what reads the figures of steps."""
+    checks_for_nan = plan.args.precision.check_for_nan_in_loss_and_grad
+    return StepMetrics(optimizer, device, plan.world.size, checks_for_nan)
+
+
+def _find_listener(plan: Plan, instruments: RunObserver) -> Callable[[], None] | None:
+    """The function to call when this rank's gradients wait for those of others; None where there are no others."""
+    return instruments.gradients_computed if plan.world.size > 1 else None
+
+
+def _list_hooks(plan: Plan, validation: Evaluation | None, saving: SaveHook) -> list[StepHook]:
+    """List what runs between steps, in its order."""
+    hooks: list[StepHook] = []
+    if validation is not None:
+        hooks.append(validation)
+    return [*hooks, saving, GarbageCollectionHook(plan.args.training)]
 
 
 def _build(plan: Plan, device: torch.device, instruments: RunObserver) -> tuple[Replica, Optimizer]:
@@ -111,7 +133,13 @@ def _build(plan: Plan, device: torch.device, instruments: RunObserver) -> tuple[
     log_model(plan)
     logger.info(f"  {describe_layout(plan)}")
     optimizer = Optimizer(
-        plan, replica.parameters, device, replica.sum_over_ranks, replica.counted, replica.names, replica.shares
+        plan,
+        replica.parameters,
+        device,
+        replica.sum_over_ranks,
+        replica.counted,
+        replica.names,
+        replica.shares,
     )
     formats = describe_precision(plan.precision, plan.fp32_gradients, plan.args.precision)
     logger.info(f"  {plan.args.optimizer.optimizer}: fused, {formats}")
