@@ -44,7 +44,11 @@ class Generator(GPT):
         self.start = 0
 
     def advance(self, tokens_BT: Tensor) -> Tensor:
-        """logits_BV after these tokens, several at the beginning of the sequences, then one at a time."""
+        """Read tokens, several at the beginning of the sequences, then one at a time.
+
+        Returns:
+            logits_BV after the last of them.
+        """
         self.layer = 0
         logits_BV = self(tokens_BT)
         self.start += tokens_BT.shape[1]
@@ -83,9 +87,17 @@ def choose_device(cpu: bool) -> str:
 def load_generator(
     load: Path, is_hugging_face: bool, step: int | None, device: str, say: Callable
 ) -> tuple[Generator, CheckpointRecord, dict]:
-    """(the model, the checkpoint's record, the flags of its training).
+    """Build a model with the weights of a checkpoint.
 
-    load: what --save wrote to, or a Hugging Face folder.
+    Args:
+        load: A folder that --save wrote to, or one of Hugging Face's.
+        is_hugging_face: Whether it is one of Hugging Face's.
+        step: The iteration of the checkpoint; None: the newest.
+        device: cpu or cuda.
+        say: Takes a line on what is read.
+
+    Returns:
+        The model, the checkpoint's record, and the flags of its training, which Hugging Face's folders have none of.
     """
     if is_hugging_face:
         record, tensors = import_hf(load, divisible_by=1)
@@ -129,7 +141,18 @@ class Sampling:
 
 
 def draw(logits_BV: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> Tensor:
-    """tokens_B. A row's draw depends on its own generator only, so that a prompt is continued alike in any company."""
+    """Draw the next token of each text.
+
+    A row's draw depends on its own generator only, so that a prompt is continued alike in any company.
+
+    Args:
+        logits_BV: Logits of the next token.
+        sampling: How it is drawn.
+        generators: One for each row.
+
+    Returns:
+        tokens_B, int64.
+    """
     if not sampling.temperature:
         return logits_BV.argmax(-1)
     logits_BV = logits_BV.float() / sampling.temperature
@@ -169,10 +192,19 @@ def generate(
     end: int | None,
     tell: Callable[[int, list[int]], None] = lambda row, continuation: None,
 ) -> Generated:
-    """Continue all prompts together, each until `end`, the id of the end of text, or by `max_new_tokens`.
+    """Continue all prompts together.
 
     As in Megatron-LM, all are read as far as the shortest one goes; from there on a token is given or drawn. So all
-    have the same positions, and nothing is padded. tell: hears each sequence's continuation after each of its tokens.
+    have the same positions, and nothing is padded.
+
+    Args:
+        model: The model, with its weights.
+        prompts: Token ids of each prompt, at least one.
+        max_new_tokens: Tokens after which a continuation ends.
+        sampling: How tokens are drawn.
+        vocab_size: Ids that are drawn are below it: the vocabulary without its padding.
+        end: The id of the end of text, with which a continuation ends, too; None: there is none.
+        tell: Takes a prompt's number and its continuation so far, after each token.
     """
     device = model.output_weight.device
     lengths = [len(prompt) for prompt in prompts]
@@ -185,35 +217,75 @@ def generate(
     logits_BV = model.advance(tokens_BT[:, :shortest].to(device))
     _wait_for(device)
     read = time.perf_counter()
-    continuations: list[list[int]] = [[] for _ in prompts]
-    open_rows = set(range(len(prompts)))
+    text = _Continuations(tokens_BT, lengths, max_new_tokens, end, tell)
     for at in range(shortest, total):
-        due = [row for row in sorted(open_rows) if at >= lengths[row]]
-        drawn = []
+        due = text.list_due(at)
         if due:
-            own_generators = [generators[row] for row in due]
-            drawn = draw(logits_BV[due, :vocab_size], sampling, own_generators).tolist()
-        for row, token in zip(due, drawn):
-            tokens_BT[row, at] = token
-            if token != end:
-                continuations[row].append(token)
-                tell(row, continuations[row])
-            if token == end or len(continuations[row]) == max_new_tokens:
-                open_rows.discard(row)
-        if not open_rows:
+            drawn_B = draw(logits_BV[due, :vocab_size], sampling, [generators[row] for row in due])
+            text.write(at, due, drawn_B.tolist())
+        if not text.open_rows:
             break
         logits_BV = model.advance(tokens_BT[:, at : at + 1].to(device))
     _wait_for(device)
     assert model.cache is not None
     return Generated(
-        continuations=continuations,
+        continuations=text.continuations,
         prefill_tokens=shortest * len(prompts),
         prefill_s=read - began,
-        decode_tokens=sum(map(len, continuations)),
+        decode_tokens=sum(map(len, text.continuations)),
         decode_s=time.perf_counter() - read,
         cache_tokens=total,
         cache_bytes=model.cache.nbytes,
     )
+
+
+class _Continuations:
+    """The texts that are written, and which of them go on."""
+
+    def __init__(
+        self,
+        tokens_BT: Tensor,
+        lengths: Sequence[int],
+        max_new_tokens: int,
+        end: int | None,
+        tell: Callable[[int, list[int]], None],
+    ):
+        """
+        Args:
+            tokens_BT: int64, the prompts, with room behind them.
+            lengths: Tokens of each prompt.
+            max_new_tokens: As for generate; so are the others.
+            end: The id of the end of text.
+            tell: Is told of each continuation.
+        """
+        self._tokens_BT = tokens_BT
+        self._lengths = lengths
+        self._max_new_tokens = max_new_tokens
+        self._end = end
+        self._tell = tell
+        self.continuations: list[list[int]] = [[] for _ in lengths]
+        self.open_rows = set(range(len(lengths)))
+
+    def list_due(self, at: int) -> list[int]:
+        """The texts whose token at this position is to be drawn; others have it from their prompt, or have ended."""
+        return [row for row in sorted(self.open_rows) if at >= self._lengths[row]]
+
+    def write(self, at: int, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        """Add a token to each of some texts.
+
+        Args:
+            at: Its position.
+            rows: Numbers of the texts.
+            tokens: A token for each of them.
+        """
+        for row, token in zip(rows, tokens, strict=True):
+            self._tokens_BT[row, at] = token
+            own = self.continuations[row]
+            if token != self._end:
+                own.append(token)
+                self._tell(row, own)
+            if token == self._end or len(own) == self._max_new_tokens:
+                self.open_rows.discard(row)
 
 
 def _pad_prompts(prompts: Sequence[Sequence[int]], length: int) -> Tensor:

@@ -25,10 +25,10 @@ def suit_attention(attend: Attend, *, skips_future: bool, widens: bool, drops: b
     """A chosen attention kernel, as a CPU computes it best.
 
     Args:
-        attend: As choose_attention returns it.
-        skips_future: The explicit kernel goes by blocks of queries, without a mask.
-        widens: The processor multiplies these numbers in fp32 only.
-        drops: There is dropout of probabilities.
+        attend: The kernel that choose_attention has chosen.
+        skips_future: Whether the explicit kernel goes by blocks of queries, without a mask.
+        widens: Whether the processor multiplies these numbers in fp32 only.
+        drops: Whether there is dropout of probabilities.
     """
     is_explicit = attend.name == EXPLICIT
     function = attend.function
@@ -43,13 +43,31 @@ def suit_attention(attend: Attend, *, skips_future: bool, widens: bool, drops: b
 
 def _attend_in_fp32(function: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
     """Attention of 16-bit numbers, computed in fp32 and rounded once; arguments after `function` as in Attend."""
-    return function(q.float(), k.float(), v.float(), *others).to(q.dtype)
+    wide = function(q.float(), k.float(), v.float(), *others)
+    return wide.to(q.dtype)
 
 
 def attend_causally(
-    q_BNTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask_B1TT: None, dropout: float, layer_number: int
+    q_BNTD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTD: Tensor,
+    mask_B1TT: None,
+    dropout: float,
+    layer_number: int,
 ) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v without a mask and without dropout; arguments and result as in Attend."""
+    """Compute causal attention, softmax(q k^T / sqrt(D)) v, without future scores.
+
+    Args:
+        q_BNTD: Queries, fp32.
+        k_BGTD: Keys.
+        v_BGTD: Values.
+        mask_B1TT: None, as positions alone decide who attends to whom.
+        dropout: Is 0; this and the layer's number are arguments of every Attend.
+        layer_number: Unused.
+
+    Returns:
+        out_BNTD.
+    """
     k_BNTD = repeat_heads(k_BGTD, q_BNTD)
     v_BNTD = repeat_heads(v_BGTD, q_BNTD)
     out_BNTD: Tensor = _CausalAttention.apply(q_BNTD, k_BNTD, v_BNTD)  # type: ignore[no-untyped-call]
@@ -57,7 +75,7 @@ def attend_causally(
 
 
 class _CausalAttention(torch.autograd.Function):
-    """softmax(q k^T / sqrt(D)) v by blocks of queries, none of which meets the keys behind its end.
+    """Causal attention by blocks of queries, none of which meets the keys behind its end.
 
     Less work than the whole square, in larger products than a fused kernel's; on CPUs in fp32 the fastest
     (docs/benchmarks.md).
@@ -71,7 +89,7 @@ class _CausalAttention(torch.autograd.Function):
         length, width = q_LTD.shape[1:]
         hidden_TT = torch.full((length, length), -math.inf, dtype=q_LTD.dtype, device=q_LTD.device)
         future_TT = hidden_TT.triu(1)
-        out_BTND = torch.empty_like(q_BNTD.transpose(1, 2), memory_format=torch.contiguous_format)
+        out_BTND = _make_room_like(q_BNTD)
         blocks = []
         for start in range(0, length, QUERY_BLOCK):
             end = min(start + QUERY_BLOCK, length)
@@ -92,7 +110,7 @@ class _CausalAttention(torch.autograd.Function):
         q_LTD, k_LTD, v_LTD, *blocks = ctx.saved_tensors
         gradient_LTD = gradient_BNTD.flatten(0, 1)
         scale = q_LTD.shape[-1] ** -0.5
-        of_q_BTND = torch.empty_like(gradient_BNTD.transpose(1, 2), memory_format=torch.contiguous_format)
+        of_q_BTND = _make_room_like(gradient_BNTD)
         sums: list[Tensor] = []  # the gradients of keys and values
         for softmax_LRS in reversed(blocks):  # the last one meets all keys
             end = softmax_LRS.shape[-1]
@@ -116,8 +134,19 @@ class _CausalAttention(torch.autograd.Function):
         return of_q_BTND.transpose(1, 2), of_k_BNTD, of_v_BNTD
 
 
+def _make_room_like(x_BNTD: Tensor) -> Tensor:
+    """A tensor like x_BNTD in the layout BTND, which the output projection reads."""
+    return torch.empty_like(x_BNTD.transpose(1, 2), memory_format=torch.contiguous_format)
+
+
 def _write_rows(whole_BTND: Tensor, start: int, rows_LRD: Tensor) -> None:
-    """Write rows in the layout that the output projection reads."""
+    """Write the rows of a block of queries.
+
+    Args:
+        whole_BTND: Rows of all queries, to be filled in part.
+        start: Position of the block's first query.
+        rows_LRD: Rows of the block.
+    """
     rows_BNRD = rows_LRD.unflatten(0, (len(whole_BTND), -1))
     end = start + rows_LRD.shape[1]
     whole_BTND[:, start:end] = rows_BNRD.transpose(1, 2)

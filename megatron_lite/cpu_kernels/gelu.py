@@ -16,7 +16,7 @@ from megatron_lite.model.mlp import GELU_CUBIC, GELU_SCALE
 
 
 def gelu_in_blocks(x: Tensor) -> Tensor:
-    """gelu_tanh of a tensor of any shape and precision."""
+    """Compute gelu_tanh of a tensor of any shape and precision."""
     result: Tensor = _InBlocks.apply(x)  # type: ignore[no-untyped-call]
     return result
 
@@ -31,7 +31,8 @@ class _InBlocks(torch.autograd.Function):
         slope = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         room, scale = _make_room(x)
         if not _is_without_data(x):
-            _fill(x.view(-1), result.view(-1), None if slope is None else slope.view(-1), room, scale)
+            flat_slope = None if slope is None else slope.view(-1)
+            _fill(x.view(-1), result.view(-1), flat_slope, room, scale)
         if slope is not None:
             ctx.save_for_backward(slope)
         return result
@@ -50,13 +51,29 @@ def _is_without_data(x: Tensor) -> bool:
 
 def _make_room(x: Tensor) -> tuple[Tensor, Tensor]:
     """Buffers in fp32 for a block of x, and GELU_SCALE."""
-    length = max(1, min(GELU_BLOCK * torch.get_num_threads(), x.numel()))
+    block = GELU_BLOCK * torch.get_num_threads()
+    length = max(1, min(block, x.numel()))
     copies = 2 if x.dtype == torch.float32 else 4
-    return torch.empty(copies, length, dtype=torch.float32), torch.full((), GELU_SCALE)
+    room = torch.empty(copies, length, dtype=torch.float32)
+    return room, torch.full((), GELU_SCALE)
 
 
-def _fill(x: Tensor, result: Tensor, slope: Tensor | None, room: Tensor, scale: Tensor) -> None:
-    """result = gelu(x) and, where it is asked for, slope = gelu'(x); flat. room, scale: as _make_room returns them."""
+def _fill(
+    x: Tensor,
+    result: Tensor,
+    slope: Tensor | None,
+    room: Tensor,
+    scale: Tensor,
+) -> None:
+    """Compute GELU and its slope.
+
+    Args:
+        x: Numbers, flat.
+        result: To be filled with gelu(x).
+        slope: To be filled with gelu'(x); None where no backward follows.
+        room: Buffers, as _make_room returns them.
+        scale: GELU_SCALE, as a scalar tensor.
+    """
     in_fp32 = x.dtype == torch.float32
     length = room.shape[1]
     slopes = itertools.repeat(None) if slope is None else slope.split(length)

@@ -28,14 +28,14 @@ WHY_EXPLICIT = f"on a CPU it is slower for up to {MAX_EXPLICIT_POSITIONS} positi
 def choose_cpu_kernels(
     shape: ModelShape, precision: str, *, masked: bool = False, compiled: bool = False, threads: int = 1
 ) -> Kernels:
-    """What a model on a CPU computes with.
+    """Choose the operations of a model on a CPU.
 
     Args:
-        shape: Of this rank's part of the model.
+        shape: The shape of this rank's part of the model.
         precision: fp32, fp16 or bf16.
-        masked: Attention takes a mask.
-        compiled: Layers are compiled. torch.compile does not cache layers that compute a gradient in Python.
-        threads: That this rank's operations use.
+        masked: Whether attention takes a mask.
+        compiled: Whether layers are compiled. torch.compile does not cache layers that compute a gradient in Python.
+        threads: How many threads this rank's operations use.
     """
     dtype = DTYPES[precision]
     skips_future = skips_future_scores(shape, precision, masked) and not compiled

@@ -16,8 +16,10 @@ BYTES_OF_16_BITS = 2
 
 
 def multiply_logits(hidden_MH: Tensor, weight_VH: Tensor) -> Tensor:
-    """logits_MV. In 16 bits a block of the vocabulary at a time takes oneDNN half as long as all at once
-    (docs/benchmarks.md)."""
+    """Compute logits_MV.
+
+    In 16 bits a block of the vocabulary at a time takes oneDNN half as long as all at once (docs/benchmarks.md).
+    """
     if is_widened(hidden_MH.dtype) or hidden_MH.element_size() != BYTES_OF_16_BITS:
         return multiply(hidden_MH, weight_VH)
     logits_MV = hidden_MH.new_empty(len(hidden_MH), len(weight_VH))
@@ -27,7 +29,10 @@ def multiply_logits(hidden_MH: Tensor, weight_VH: Tensor) -> Tensor:
 
 
 def exponentiate(x: Tensor) -> Tensor:
-    """exp in place. exp is MKL's, and exp2 torch's own, which takes a third of its time where MKL lacks AVX-512."""
+    """Raise e to each number, in place.
+
+    exp is MKL's, and exp2 torch's own, which takes a third of its time where MKL lacks AVX-512.
+    """
     if mkl_lacks_avx512():
         return x.mul_(LOG2_E).exp2_()
     return x.exp_()

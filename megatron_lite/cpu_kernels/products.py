@@ -30,7 +30,16 @@ OF_WEIGHT = 1
 
 
 def linear(input_H: Tensor, weight_WH: Tensor, bias_W: Tensor | None = None) -> Tensor:
-    """input @ weight^T + bias, (..., W), to differentiate."""
+    """Multiply as nn.Linear does, so that autograd can differentiate it.
+
+    Args:
+        input_H: Inputs, [..., H].
+        weight_WH: The weight.
+        bias_W: The bias, if the layer has one.
+
+    Returns:
+        input @ weight^T + bias, [..., W].
+    """
     if not (is_widened(input_H.dtype) or _convolves(input_H, weight_WH.numel())):
         return F.linear(input_H, weight_WH, bias_W)
     if torch.compiler.is_compiling():  # layers that compute a gradient in Python are not cached
@@ -42,7 +51,16 @@ def linear(input_H: Tensor, weight_WH: Tensor, bias_W: Tensor | None = None) -> 
 
 
 def multiply(input_H: Tensor, weight_WH: Tensor, bias_W: Tensor | None = None) -> Tensor:
-    """input @ weight^T + bias, (..., W)."""
+    """Multiply as nn.Linear does, where no gradient is wanted.
+
+    Args:
+        input_H: Inputs, [..., H].
+        weight_WH: The weight.
+        bias_W: The bias, if the layer has one.
+
+    Returns:
+        input @ weight^T + bias, [..., W].
+    """
     if is_widened(input_H.dtype):
         return _multiply_widened(input_H, weight_WH, bias_W)
     if not _convolves(input_H, weight_WH.numel()):
@@ -52,7 +70,7 @@ def multiply(input_H: Tensor, weight_WH: Tensor, bias_W: Tensor | None = None) -
 
 
 def _multiply_widened(input_H: Tensor, weight_WH: Tensor, bias_W: Tensor | None) -> Tensor:
-    """multiply in fp32, a block of output channels at a time."""
+    """Do what multiply does in fp32, a block of output channels at a time."""
     wide_H = input_H.float()
     result_W = input_H.new_empty(*input_H.shape[:-1], len(weight_WH))
     for start in range(0, len(weight_WH), WIDENED_BLOCK):
@@ -63,7 +81,16 @@ def _multiply_widened(input_H: Tensor, weight_WH: Tensor, bias_W: Tensor | None)
 
 
 def compute_input_gradient(gradient_W: Tensor, weight_WH: Tensor, like_H: Tensor | None = None) -> Tensor:
-    """gradient @ weight, (..., H). like_H: a tensor of that size, where there is one, so that none is made."""
+    """Compute the gradient of a linear layer's input.
+
+    Args:
+        gradient_W: The gradient of its output, [..., W].
+        weight_WH: Its weight.
+        like_H: A tensor of the result's size, where there is one, so that none is made.
+
+    Returns:
+        gradient @ weight, [..., H].
+    """
     if is_widened(gradient_W.dtype):
         return _compute_widened_input_gradient(gradient_W, weight_WH)
     if not _convolves(gradient_W, weight_WH.numel()):
@@ -75,7 +102,7 @@ def compute_input_gradient(gradient_W: Tensor, weight_WH: Tensor, like_H: Tensor
 
 
 def _compute_widened_input_gradient(gradient_W: Tensor, weight_WH: Tensor) -> Tensor:
-    """compute_input_gradient in fp32, a block of output channels at a time."""
+    """Do what compute_input_gradient does in fp32, a block of output channels at a time."""
     total_H: Tensor | None = None
     blocks_W = gradient_W.split(WIDENED_BLOCK, -1)
     blocks_WH = weight_WH.split(WIDENED_BLOCK)
@@ -87,7 +114,7 @@ def _compute_widened_input_gradient(gradient_W: Tensor, weight_WH: Tensor) -> Te
 
 
 def compute_weight_gradient(gradient_MW: Tensor, input_MH: Tensor) -> Tensor:
-    """gradient^T @ input, (W, H)."""
+    """Compute the gradient of a linear layer's weight, gradient^T @ input: [W, H]."""
     filters = gradient_MW.shape[1]
     channels = input_MH.shape[1]
     if is_widened(gradient_MW.dtype):
@@ -105,7 +132,7 @@ def compute_weight_gradient(gradient_MW: Tensor, input_MH: Tensor) -> Tensor:
 
 
 def _compute_widened_weight_gradient(gradient_MW: Tensor, input_MH: Tensor) -> Tensor:
-    """compute_weight_gradient in fp32, a block of output channels at a time."""
+    """Do what compute_weight_gradient does in fp32, a block of output channels at a time."""
     wide_MH = input_MH.float()
     result_WH = input_MH.new_empty(gradient_MW.shape[1], input_MH.shape[1])
     blocks_MW = gradient_MW.split(WIDENED_BLOCK, 1)
@@ -124,8 +151,11 @@ def is_widened(dtype: torch.dtype) -> bool:
 
 
 def describe_products(dtype: torch.dtype, device: str) -> str:
-    """How linear layers are multiplied where it is not by torch's own products, as in "in fp32,
-    as oneDNN's convolutions"; else ""."""
+    """Name how linear layers are multiplied, as in "in fp32, as oneDNN's convolutions".
+
+    Returns:
+        An empty text for torch's own products.
+    """
     if device != "cpu":
         return ""
     told = []
@@ -145,9 +175,13 @@ def _convolves(rows_H: Tensor, elements: int) -> bool:
 
 
 def _differentiate(gradient_W: Tensor, input_H: Tensor, weight_WH: Tensor, place: int) -> Tensor:
-    """The gradient of a convolution's input or weight, of which then only the sizes count.
+    """Compute the gradient of a convolution's input or weight, of which then only the sizes count.
 
-    place: OF_INPUT or OF_WEIGHT.
+    Args:
+        gradient_W: The gradient of its output, [..., W].
+        input_H: Its input, [..., H].
+        weight_WH: Its filters.
+        place: OF_INPUT or OF_WEIGHT.
     """
     wanted = [place == OF_INPUT, place == OF_WEIGHT, False]
     stride = (1, 1)

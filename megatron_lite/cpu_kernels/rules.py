@@ -1,7 +1,6 @@
-"""Which operations a CPU has a faster way for, by the model's shape and the processor alone. Without torch, as the
-estimators ask, too.
+"""Rules by which a CPU gets faster ways to the same numbers: from the model's shape and the processor alone.
 
-The processor decides, not a race: a resumed run computes the same bits.
+Without torch, as the estimators ask, too. The processor decides, not a race: a resumed run computes the same bits.
 """
 
 from megatron_lite.config.shape import ModelShape
@@ -14,7 +13,13 @@ QUERY_BLOCK = 128  # queries that the explicit kernel takes at a time where it s
 
 
 def skips_future_scores(shape: ModelShape, precision: str, masked: bool) -> bool:
-    """Whether the explicit kernel goes by blocks of queries, which only meet the keys up to their end."""
+    """Whether the explicit kernel goes by blocks of queries, which only meet the keys up to their end.
+
+    Args:
+        shape: The shape of this rank's part of the model.
+        precision: fp32, fp16 or bf16.
+        masked: Whether attention takes a mask.
+    """
     if masked or shape.window is not None or shape.attention_dropout or shape.query_key_layer_scaling:
         return False
     return precision == "fp32"
@@ -32,8 +37,13 @@ def count_scores(length: int) -> int:
 def explicit_is_faster(shape: ModelShape, precision: str, masked: bool) -> bool:
     """Whether the explicit kernel beats torch's fused one, whose backward is slow on a CPU (docs/benchmarks.md).
 
-    In bf16 twice up to 256 positions, 1.4 to 1.7 times at 512, alike at 1,024; in fp32, without future scores, 1.2 to
-    1.5 times.
+    In bf16 it is twice as fast up to 256 positions, 1.4 to 1.7 times at 512, alike at 1,024; in fp32, without future
+    scores, 1.2 to 1.5 times.
+
+    Args:
+        shape: The shape of this rank's part of the model.
+        precision: fp32, fp16 or bf16.
+        masked: Whether attention takes a mask.
     """
     if masked or shape.window is not None or shape.seq_length > MAX_EXPLICIT_POSITIONS:
         return False
@@ -48,8 +58,10 @@ VOCAB_BLOCK = 2048  # vocabulary entries whose 16-bit logits are computed at a t
 
 
 def gelu_works_in_blocks(element_bytes: int) -> bool:
-    """Whether GELU is computed in blocks: in 16 bits; in fp32 on AMD's processors or without AVX-512,
-    where torch's tanh is slow."""
+    """Whether GELU is computed in blocks.
+
+    It is in 16 bits; in fp32 on AMD's processors or without AVX-512, where torch's tanh is slow.
+    """
     return element_bytes == 2 or not has_avx512() or mkl_lacks_avx512()
 
 
@@ -70,8 +82,10 @@ def has_avx512() -> bool:
 
 
 def mkl_lacks_avx512() -> bool:
-    """Whether MKL, by which torch multiplies fp32 matrices and computes exp, leaves this processor's AVX-512 unused:
-    on AMD's."""
+    """Whether MKL leaves this processor's AVX-512 unused, as it does on AMD's.
+
+    torch multiplies fp32 matrices and computes exp by it.
+    """
     return read_processor().get("vendor_id") == "AuthenticAMD" and has_avx512()
 
 

@@ -194,7 +194,7 @@ def _check(inputs: Sequence[str | Path], json_keys: Sequence[str], workers: int,
 
 
 def _list_notes(contents: Sequence[Content]) -> list[str]:
-    """What is notable of the inputs."""
+    """Collect the remarks on all inputs."""
     return [note for content in contents for note in content.notes]
 
 
