@@ -398,7 +398,7 @@ def read_manifest(folder: Path) -> Manifest:
         text = read_foreign(folder / MANIFEST_FILE)
     except FileNotFoundError:
         # Megatron-LM's, in its torch or its torch_dist format
-        is_megatron = (folder / "common.pt").exists() or any(folder.glob("mp_rank_*/*.pt"))
+        is_megatron = (folder / "metadata.json").exists() or any(folder.glob("mp_rank_*/*.pt"))
         if is_megatron and not (folder / RECORD_FILE).exists():
             return {}
         raise ValueError(f"{MANIFEST_FILE} is missing") from None

@@ -1,7 +1,8 @@
 """Megatron-LM's torch_dist folders, its default format and ours: read whatever layout wrote them, and written.
 
     .metadata, __RANK_NUMBER.distcp  tensors and objects, by torch.distributed.checkpoint
-    common.pt                        plain values: args, iteration, param groups, schedule, loss scale
+    common.pt                        plain values: args, iteration, param groups, schedule, loss scale; Megatron-Core
+                                     0.19 puts them among the objects
     metadata.json                    names and versions of the two backends
     training_state.json              ours: the record of checkpoint/training_state.py
 
@@ -10,8 +11,8 @@ first dimension, or, where layers differ, one tensor per layer. A key of the opt
 What only this trainer reads, each rank's random states, has keys that Megatron passes over.
 
 Source: megatron/core/dist_checkpointing, TransformerBlock.sharded_state_dict, apply_swiglu_sharded_factory in
-transformer/mlp.py, and sharded_state_dict of the optimizers, of Megatron-Core 0.16.1; save_checkpoint and
-load_checkpoint in Megatron-LM's megatron/training/checkpointing.py.
+transformer/mlp.py, and sharded_state_dict of the optimizers, of Megatron-Core 0.16.1 and 0.19.2; save_checkpoint
+and load_checkpoint in Megatron-LM's megatron/training/checkpointing.py.
 """
 
 import argparse
@@ -65,6 +66,7 @@ from megatron_lite.run_folder import METADATA_FILE, RECORD_FILE, write_atomicall
 from megatron_lite.shared_files import read_foreign_text
 
 COMMON_FILE = "common.pt"
+COMMON_OBJECT = "common_state/shard_0_1"  # the same from Megatron-Core 0.19 on, in a list of one
 BACKENDS_FILE = "metadata.json"
 BACKENDS = {
     "sharded_backend": "torch_dist",
@@ -147,6 +149,10 @@ def _is_optimizer(value: object) -> TypeGuard[OptimizerState]:
     return isinstance(value, dict)
 
 
+def _is_state(value: object) -> TypeGuard[MegatronState]:
+    return isinstance(value, dict)
+
+
 def _is_scaler(value: object) -> TypeGuard[GradScaler]:
     return isinstance(value, dict)
 
@@ -167,9 +173,8 @@ class DistFile(Stored):
             self._reader = dcp.Reader(folder)
         entries = self._reader.metadata.state_dict_metadata
         self._entries = {key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
-        common = unpickle.load(folder / COMMON_FILE)
         try:
-            self._understand(common, own)
+            self._understand(self._read_common(), own)
         except MALFORMED as error:
             raise malformed(folder, error) from None
         self.held = {**self._places, **self._values}
@@ -205,7 +210,7 @@ class DistFile(Stored):
         """Find where all tensors are and, for a folder of Megatron's, what the record would say.
 
         Args:
-            common: The contents of COMMON_FILE.
+            common: The plain values.
             own: This trainer's record, if the folder has one.
 
         Raises:
@@ -242,6 +247,16 @@ class DistFile(Stored):
             self._note_extra_states()
             embedding = weights[EMBEDDING]
             self.record = read_record(common, args, embedding.shape[0], embedding.dtype, self.without_optimizer is None)
+
+    def _read_common(self) -> MegatronState:
+        """The plain values, which stand in a file or, where there is none, among the objects."""
+        is_object = COMMON_OBJECT in self._reader.metadata.state_dict_metadata
+        if not is_object or (self.path / COMMON_FILE).exists():
+            return unpickle.load(self.path / COMMON_FILE)
+        common = self._read_object(COMMON_OBJECT)
+        if not _is_state(common):
+            raise TypeError(f"{COMMON_OBJECT} is no dict")
+        return common
 
     def _leave_optimizer_out(self, why: str) -> None:
         """Go on without the optimizer's tensors. why: to go on from "its optimizer"."""

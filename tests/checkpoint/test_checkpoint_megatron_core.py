@@ -217,6 +217,8 @@ def pretend_on_ranks():
     """As `pretend_cuda`, and what Megatron asks of CUDA where there are several ranks. The process ends with the test."""
     pretend_cuda(patch := pytest.MonkeyPatch())
     patch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    # 0.19 asks for it before gradients are reduced, in case of events of CUDA graphs
+    patch.setattr(torch.cuda, "current_stream", lambda: None)
     patch.setattr(torch.cuda, "synchronize", lambda: None)
     tracker = types.SimpleNamespace(fork=contextlib.nullcontext)
     patch.setattr("megatron.core.tensor_parallel.get_cuda_rng_tracker", lambda: tracker)

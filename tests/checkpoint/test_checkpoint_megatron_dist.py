@@ -20,6 +20,7 @@ from support.megatron_core import (
 from support.megatron_dist import load_theirs, mapping, save_ours, save_theirs
 from support.model_variants import VARIANTS, build
 
+from megatron_lite.checkpoint.folder import read_manifest
 from megatron_lite.checkpoint.megatron_dist import DistFile
 from megatron_lite.checkpoint.training_state import CheckpointRecord
 from megatron_lite.cli.main import main
@@ -50,6 +51,24 @@ def test_what_megatron_saved_is_read_by_name(precision, variant, metadata, tmp_p
     assert file.without_optimizer is None
     assert same(read_all(file), theirs.flat())
     assert file.record == describe_run(theirs, 3, trainer="Megatron-LM")
+
+
+def test_plain_values_are_read_from_among_the_objects(tmp_path):
+    """As Megatron-Core 0.19 stores them, in no file of their own."""
+    shape = VARIANTS["gqa_swiglu_rmsnorm"]
+    theirs = Theirs(plan_for("bf16"), shape, build(shape).state_dict())
+    take_steps(theirs, range(3))
+    folder = save_theirs(theirs, tmp_path / "first" / "iter_0000003", 3, {})
+    if (folder / "common.pt").exists():  # before 0.19
+        common = torch.load(folder / "common.pt", weights_only=False)
+        stored = mapping.ShardedObject("common_state", common, (1,), (0,))
+        folder = save_theirs(theirs, tmp_path / "second" / "iter_0000003", 3, {}, common_state=stored)
+        (folder / "common.pt").unlink()
+    file = DistFile(folder)
+    assert file.without_optimizer is None
+    assert same(read_all(file), theirs.flat())
+    assert file.record == describe_run(theirs, 3, trainer="Megatron-LM")
+    assert read_manifest(folder) == {}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

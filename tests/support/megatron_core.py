@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from megatron_lite.checkpoint.megatron_file import MegatronFile, write_megatron_file
@@ -25,6 +26,7 @@ transformer = LazyModule("megatron.core.transformer")
 multi_token_prediction = LazyModule("megatron.core.transformer.multi_token_prediction")
 moe_utils = LazyModule("megatron.core.transformer.moe.moe_utils")
 transformer_attention = LazyModule("megatron.core.transformer.dot_product_attention")
+package_info = LazyModule("megatron.core.package_info")
 
 
 def activation(shape):
@@ -35,6 +37,14 @@ def activation(shape):
         "squared_relu": lambda x: torch.relu(x) ** 2,
     }
     return {"activation_func": functions[shape.activation], "gated_linear_unit": shape.activation == "swiglu"}
+
+
+def forget_balancing_losses():
+    """Megatron-Core keeps a balancing loss of each layer for the whole process, of as many as the first model had."""
+    if hasattr(moe_utils, "get_moe_metrics_tracker"):  # of 0.19; the other gives a copy there
+        moe_utils.get_moe_metrics_tracker().metrics.clear()
+    else:
+        moe_utils.get_moe_layer_wise_logging_tracker().clear()
 
 
 def describe_latent(shape):
@@ -60,6 +70,11 @@ def describe_latent(shape):
         "kv_channels": latent.v_head_dim,
         "rotary_interleaved": False,
     }
+
+
+def has_query_norms():
+    """Whether Megatron-Core gives queries of latent attention a norm where no latent vector comes before them."""
+    return (package_info.MAJOR, package_info.MINOR) >= (0, 19)
 
 
 def take_widths(specification):
@@ -111,13 +126,16 @@ def describe_experts(experts):
     }
 
 
+LAYER_OF_0_19 = ".mtp_model_layer."
+LAYER = ".transformer_layer."
 EXPERT = re.compile(r"(.*\.mlp\.experts)\.local_experts\.(\d+)\.(linear_fc[12]\.weight)")
 
 
 def name_as_ours(name: str) -> tuple[str, int | None]:
     """(our name of one of Megatron-Core's parameters, which expert it is of); there each expert has its own."""
-    match = EXPERT.fullmatch(name)
-    return (f"{match[1]}.{match[3]}", int(match[2])) if match else (name, None)
+    known = name.replace(LAYER_OF_0_19, LAYER)
+    match = EXPERT.fullmatch(known)
+    return (f"{match[1]}.{match[3]}", int(match[2])) if match else (known, None)
 
 
 def join_experts(flat: dict) -> dict:
@@ -131,9 +149,7 @@ def join_experts(flat: dict) -> dict:
         prefix, _, weight = owner.partition(".")
         ours, number = name_as_ours(weight)
         key = ".".join(part for part in (prefix, ours, kind) if part)
-        if number is None:
-            joined[name] = tensor
-        elif tensor.ndim == 0:
+        if number is None or tensor.ndim == 0:
             joined[key] = tensor
         else:
             experts.setdefault(key, []).append(tensor)
@@ -185,6 +201,8 @@ def reference(shape, stage=None):
         **activation(shape),
         **(describe_experts(shape.experts) if shape.experts is not None else {}),
     )
+    if is_latent and shape.latent.q_lora_rank is None and has_query_norms():
+        pytest.skip("queries of hidden states need Transformer Engine in Megatron-Core 0.19, for a norm of their own")
     config = build_config(**settings | (describe_latent(shape) if is_latent else {}))
     specification = (
         layer_specs.get_gpt_decoder_block_spec(config, False, normalization=shape.normalization)
@@ -201,8 +219,7 @@ def reference(shape, stage=None):
         config.mtp_loss_scaling_factor = shape.mtp_loss_scaling_factor
         # it keeps the losses of the first model's depths for the whole process
         multi_token_prediction.MTPLossLoggingHelper.tracker.clear()
-        # and a balancing loss of each layer, of as many as the first model had
-        moe_utils.get_moe_layer_wise_logging_tracker().clear()
+        forget_balancing_losses()
         further["mtp_block_spec"] = layer_specs.get_gpt_mtp_block_spec(config, specification, False)
     has_yarn = shape.yarn_scaling_factor is not None and not is_latent
     for field in dataclasses.fields(shape) if has_yarn else ():

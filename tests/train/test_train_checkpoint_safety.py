@@ -242,6 +242,8 @@ def test_without_our_own_files_it_is_a_folder_of_megatrons(copy, tmp_path):
     file_of(copy, 4, "common.pt").write_bytes(b"")
     assert "common.pt: cannot be read" in refusal(copy, tmp_path)
     file_of(copy, 4, "common.pt").unlink()
+    assert "common.pt: there is no such file" in refusal(copy, tmp_path)
+    file_of(copy, 4, "metadata.json").unlink()
     assert "manifest.json is missing" in refusal(copy, tmp_path)
 
 
