@@ -1,4 +1,4 @@
-"""From a command line to a finished run."""
+"""A run, from its command line to its end."""
 
 import gc
 import logging

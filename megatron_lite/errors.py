@@ -16,7 +16,7 @@ CUT_SHORT = re.compile(
 
 
 def first_line(error: BaseException) -> str:
-    """Of what it says, or its type's name where it says nothing."""
+    """The first line of an error's message, or its type's name where it says nothing."""
     return (str(error).splitlines() or [""])[0] or type(error).__name__
 
 
@@ -57,7 +57,7 @@ def get_explanation(error: BaseException) -> list[str] | None:
 
 
 def describe_import_error(package: str, error: Exception) -> str:
-    """What to say of a package that is not installed, or that a memory limit does not allow."""
+    """Describe a package that is not installed, or that a memory limit does not allow, with the remedy."""
     remedy = "install megatron_lite again, with what it requires"
     if PYPROJECT.is_file():  # a checkout
         remedy = f"pip install -e . in {PYPROJECT.parent} installs it"
@@ -65,7 +65,7 @@ def describe_import_error(package: str, error: Exception) -> str:
 
 
 def describe_memory_error() -> str:
-    """What to say where memory ran out: the limit of this process, if it has one."""
+    """Describe that memory ran out, with the limit of this process, if it has one."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit == resource.RLIM_INFINITY:
         return "memory ran out; free some, or give it less to do."
@@ -117,9 +117,14 @@ class InjectedError(UserError):
 
 
 class RanksError(UserError):
-    """Another rank died, hangs or left, and this one cannot go on. No mistake of the user's: exit code 1.
+    """An error for another rank that died, hangs or left, so that this one cannot go on.
 
-    told: another rank says so already. ended: the rank to blame has ended, and its launcher is about to notice.
+    Its exit code is 1: it is no mistake of the user.
+
+    Args:
+        line: The message.
+        told: Whether another rank says so already.
+        ended: Whether the rank to blame has ended, and its launcher is about to notice.
     """
 
     exit_code = 1

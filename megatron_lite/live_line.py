@@ -1,5 +1,4 @@
-"""What long work prints: one line that is drawn anew, and lines over it;
-a line now and then where output goes to a file."""
+"""Lines of long work: one that is drawn anew, with others above it; a line now and then where output goes to a file."""
 
 import sys
 import time

@@ -1,4 +1,4 @@
-"""What this machine, or its container, grants to a process: cores, memory, shared memory, open files."""
+"""Resources that this machine, or its container, grants to a process: cores, memory, shared memory, open files."""
 
 import os
 import re
@@ -55,7 +55,7 @@ def read_machine() -> Machine:
 
 @cache
 def read_processor() -> Mapping[str, str]:
-    """What Linux tells of this machine's first processor, by field of /proc/cpuinfo; {} where nothing tells."""
+    """Read what Linux tells of this machine's first processor, by field of /proc/cpuinfo; {} where nothing tells."""
     first, _, _ = _read(PROCESSORS).partition("\n\n")
     pairs = (line.partition(":") for line in first.splitlines())
     return {name.strip(): value.strip() for name, _, value in pairs}
@@ -67,7 +67,7 @@ def count_gpu_files() -> int:
 
 
 def find_missing_compiler(on_gpu: bool, environ: Mapping[str, str]) -> str:
-    """What torch.compile's inductor needs and this machine lacks, with the remedy; empty where nothing is lacking.
+    """Find what torch.compile's inductor needs and this machine lacks, with the remedy; empty where nothing is lacking.
 
     A CPU takes a C++ compiler, a GPU Triton and a C compiler for what launches its kernels; either takes
     Python's headers.
@@ -94,7 +94,15 @@ def find_missing_compiler(on_gpu: bool, environ: Mapping[str, str]) -> str:
 
 
 def read_limits(root: Path, membership: Path) -> tuple[float | None, int | None]:
-    """(cores, bytes) that control groups grant: the least of this process's group and all around it. None: no limit."""
+    """Read the cores and bytes that control groups grant: the least of this process's group and all around it.
+
+    Args:
+        root: Where control groups are mounted.
+        membership: The file that says in which group the process is.
+
+    Returns:
+        Cores and bytes; None for no limit.
+    """
     of_version_2 = re.search(r"^0::(.*)$", _read(membership), re.MULTILINE)
     parts = [part for part in (of_version_2[1] if of_version_2 else "").split("/") if part not in ("", "..")]
     groups = [root / "/".join(parts[:number]) for number in range(len(parts) + 1)]

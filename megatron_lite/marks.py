@@ -35,6 +35,6 @@ def mark_memory(mark: str) -> Callable[[Marked], Marked]:
 
 
 def split_mark(name: str) -> tuple[str, str]:
-    """(name of the function, its mark); "" for a function without one."""
+    """Split a marked name into the name of the function and its mark; "" for a function without one."""
     found = MARKED.fullmatch(name)
     return (found[1], found[2]) if found else (name, "")

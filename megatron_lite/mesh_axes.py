@@ -36,7 +36,7 @@ _MODEL = {"model", "parallel", "group"}  # Megatron-LM's group of all ranks that
 
 
 def find_dimension(description: str) -> str:
-    """'tensor' of "TENSOR_MODEL_PARALLEL_GROUP", 'context and data' of "mesh_dp_shard_cp"; "" if it does not say."""
+    """Find the dimensions that a group's name speaks of: "context and data" of "mesh_dp_shard_cp"; "" for none."""
     words = set(re.findall("[a-z]+", description.lower()))
     if words == _MODEL:
         return "tensor and pipeline"

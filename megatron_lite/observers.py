@@ -1,4 +1,4 @@
-"""What watches and describes a run from outside of the core: prediction, instruments, log, run.json, report."""
+"""Observers of a run, put around the core: prediction, instruments, log, run.json, report."""
 
 import contextlib
 import logging
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunPrediction(Protocol):
-    """What the planner says of a run before its first step."""
+    """A prediction of a run before its first step."""
 
     lines: Sequence[str]  # for the console
     record: Prediction  # for run.json
@@ -41,7 +41,7 @@ class RunPrediction(Protocol):
 
 @dataclass(frozen=True)
 class Planner:
-    """What a run asks of the planner, handed in by the entry: nothing that trains imports it."""
+    """Functions of the planner that a run calls. The entry hands them in: nothing that trains imports the planner."""
 
     predict_run: Callable[
         [Plan, str | None, int | None], RunPrediction
@@ -50,7 +50,15 @@ class Planner:
 
 
 class Observers:
-    """Those of one rank; to be made when torch knows its device. While `watch` is open: `instruments` and `record`."""
+    """Observers of one rank.
+
+    Make them when torch knows its device. `instruments` and `record` exist while `watch` is open.
+
+    Args:
+        plan: This rank's plan.
+        machine: The machine that it runs on.
+        planner: Predicts time and memory.
+    """
 
     def __init__(self, plan: Plan, machine: Machine, planner: Planner):
         self.plan = plan

@@ -16,7 +16,7 @@ MAX_CACHED = 2**16
 
 
 def _read_table() -> list[tuple[str, re.Pattern[str]]]:
-    """(meaning, names) of each row of phase_names.tsv."""
+    """Read (meaning, names) of each row of phase_names.tsv."""
     rows = []
     text = Path(__file__).with_name("phase_names.tsv").read_text(encoding="utf-8")
     for line in text.splitlines():

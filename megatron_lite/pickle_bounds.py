@@ -146,7 +146,7 @@ def _put_weighing(data: bytes, start: int, places: _Places) -> bytes:
 
 
 class _LongTuple(tuple):  # type: ignore[type-arg]
-    """One that takes too long as a key."""
+    """A tuple that takes too long as a key."""
 
     __slots__ = ()
 
@@ -162,7 +162,12 @@ class BoundedUnpickler(pickle.Unpickler):
     """
 
     def __init__(self, data: bytes, start: int = 0, *, may_refer: bool = False):
-        """may_refer: to objects outside of itself, each of which is then its own id."""
+        """
+        Args:
+            data: The pickle, among others.
+            start: Where it begins.
+            may_refer: Whether it may refer to objects outside of itself, each of which is then its own id.
+        """
         places = _Places(data, start)
         if places.has_persistent and not may_refer:
             raise OutsideError("refers to objects outside of itself")

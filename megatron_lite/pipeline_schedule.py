@@ -16,7 +16,7 @@ WEIGHTS = "weights"
 
 
 class Action(NamedTuple):
-    """One thing that a stage computes without a break: the forward or backward of one micro-batch through one chunk.
+    """An action of a stage, computed without a break: forward or backward of one micro-batch through one chunk.
 
     Where backward is split, gradients of inputs are one action, and gradients of weights another.
     """
@@ -36,11 +36,10 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Stage:
-    """What one rank of a pipeline has of the model.
+    """Layers that one rank of a pipeline has, with the embedding if it is first, final norm and loss if it is last.
 
-    Some layers; the embedding if it is first, final norm and loss if it is last. Its layers are one piece, or several
-    chunks that are interleaved with those of other stages: a micro-batch goes through the first chunk of every stage,
-    then through the second of every stage, and so on.
+    Its layers are one piece, or several chunks that are interleaved with those of other stages: a micro-batch goes
+    through the first chunk of every stage, then through the second of every stage, and so on.
     """
 
     number: int
@@ -64,7 +63,7 @@ class Stage:
         return [layer for chunk in self.chunks for layer in chunk]
 
     def describe_layers(self, between: str) -> str:
-        """'1-4, 9-12' with a hyphen between: the layers of each chunk, counted from 1; 'none' for a chunk without."""
+        """Name the layers of each chunk, counted from 1: "1-4, 9-12" with a hyphen between; "none" for no layer."""
         pieces = []
         for chunk in self.chunks:
             pieces.append(f"{chunk.start + 1}{between}{chunk.stop}" if chunk else "none")
@@ -203,7 +202,7 @@ def _list_backwards(stage: Stage, forwards: list[Action]) -> list[Action]:
 
 
 def find_source(stage: Stage, action: Action) -> tuple[int, Action] | None:
-    """(stage, its action) that gives what this action takes; None if it takes nothing from another stage."""
+    """Find the stage, and its action, whose result an action takes; None if it takes nothing from another stage."""
     if action.of_weights:
         return None
     if action.is_forward and stage.starts(action.chunk):
@@ -309,7 +308,7 @@ def _fill_bubbles(stages: int, micro_batches: int) -> list[list[Action]]:
 
 @dataclass(frozen=True)
 class TimedAction:
-    """What a stage computes, milliseconds from the schedule's start."""
+    """An action of a stage with its time, in milliseconds from the schedule's start."""
 
     stage: int  # from 0
     kind: str  # forward | backward | weights
@@ -385,7 +384,13 @@ def _find_arrival(stage: Stage, action: Action, ends_ms: list[dict[Action, float
 
 
 def measure_bubble(stages: int, number: int, pieces: int) -> float:
-    """Share of a step that equal stages wait by the schedule, with so many micro-batches, in so many pieces each:
-    chunks of layers, and three times as many where gradients of weights fill two thirds of what stages would wait."""
+    """Share of a step that equal stages wait by the schedule.
+
+    Args:
+        stages: Stages of the pipeline.
+        number: Micro-batches of a step.
+        pieces: Pieces of a micro-batch: chunks of layers, and three times as many where gradients of weights fill two
+            thirds of what stages would wait.
+    """
     waited = (stages - 1) / pieces
     return waited / (number + waited)

@@ -1,4 +1,4 @@
-"""What the kernel says of a process on this machine, and settings of its memory. Linux; elsewhere nothing is known."""
+"""State of a process as the kernel tells it, and settings of its memory. Linux; elsewhere nothing is known."""
 
 import contextlib
 import ctypes
@@ -24,7 +24,7 @@ GROW_BY_BYTES = 64 * 2**20
 
 
 def process_state(pid: int) -> str | None:
-    """dead, stopped, running, or None where the kernel does not tell."""
+    """Find whether a process is dead, stopped or running; None where the kernel does not tell."""
     if not (PROC / "self" / "stat").exists():
         return None
     try:
@@ -37,7 +37,7 @@ def process_state(pid: int) -> str | None:
 
 
 def _fields(pid: int) -> list[str]:
-    """Of /proc/PID/stat from the third on: those after the name, which may hold anything. OSError without one."""
+    """Read the fields of /proc/PID/stat behind the name, which may hold anything. OSError without such a process."""
     return (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
 
 
@@ -113,7 +113,7 @@ def read_peak_bytes() -> int | None:
 
 
 class CoreTime:
-    """What the calling thread and its process got of the machine's cores, cheap enough for every step.
+    """Share of the machine's cores that the calling thread and its process got, cheap enough to read in every step.
 
     Values count from the process' start; None where the system does not tell.
     """
@@ -126,8 +126,12 @@ class CoreTime:
             self._schedstat = None
 
     def read(self) -> tuple[float, int, float | None]:
-        """(CPU seconds of all threads, involuntary context switches of all threads, seconds for which this object's
-        thread was ready to run and had no core)."""
+        """Read how the process and this thread were served.
+
+        Returns:
+            CPU seconds of all threads, their involuntary context switches, and seconds for which the thread that made
+            this object was ready to run and had no core.
+        """
         used = resource.getrusage(resource.RUSAGE_SELF)
         waited = None if self._schedstat is None else int(os.pread(self._schedstat, 64, 0).split()[1]) / 1e9
         return used.ru_utime + used.ru_stime, used.ru_nivcsw, waited

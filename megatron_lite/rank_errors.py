@@ -64,7 +64,7 @@ def end_with_error(error: UserError, world: World):
 
 
 def tell_error(error: UserError, world: World):
-    """To people, if no other rank of this node has told the same, and to torchrun for its summary."""
+    """Tell an error to people, if no other rank of this node has told the same, and to torchrun for its summary."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     is_first = True
     if error_file:  # those of a node's ranks lie in folders below a common one
@@ -93,8 +93,14 @@ def write_error_file(error: UserError):
 
 
 def describe_failed_meeting(failure: str, world: World, where: str, limit_s: float) -> str:
-    """Why the ranks did not meet. failure: what torch says; where: MASTER_ADDR:MASTER_PORT,
-    of which rank 0 holds the port."""
+    """Describe why the ranks did not meet, with the remedy.
+
+    Args:
+        failure: The message of torch's error.
+        world: This rank, and how many there are.
+        where: MASTER_ADDR:MASTER_PORT, of which rank 0 holds the port.
+        limit_s: Seconds that were waited.
+    """
     again = "with the same MASTER_ADDR and MASTER_PORT"
     if "EADDRINUSE" in failure or "address already in use" in failure.lower():
         return f"MASTER_PORT {where.rpartition(':')[2]} is in use on this machine; set another."

@@ -20,12 +20,18 @@ ANNOUNCEMENT_FILE = ".committing"  # the checkpoint that is being renamed
 
 
 def default_run_dir(run_dir: str | None, tensorboard_dir: str | None, save: str | None) -> Path:
-    """Where a run describes itself: --run-dir, else --tensorboard-dir, else --save, else runs/TIME."""
+    """Choose the folder in which a run describes itself: the first that is given, else runs/TIME.
+
+    Args:
+        run_dir: The value of --run-dir.
+        tensorboard_dir: The value of --tensorboard-dir.
+        save: The value of --save.
+    """
     return Path(run_dir or tensorboard_dir or save or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")
 
 
 def checkpoint_name(iteration: int) -> str:
-    """iter_0000010, as Megatron names it."""
+    """Name the folder of an iteration's checkpoint as Megatron does: iter_0000010."""
     return f"iter_{iteration:07d}"
 
 
@@ -57,7 +63,7 @@ def sync_folder(folder: Path):
 
 
 def write_run(folder: Path, record: RunRecord):
-    """Replace RUN/run.json."""
+    """Replace run.json in a run's folder."""
     write_atomically(folder / RUN_FILE, encode_run(record))
 
 

@@ -28,9 +28,18 @@ class Lock(enum.Enum):
 
 
 def open_regular(path: str | Path, flags: int, *, follow_link: bool = False) -> int:
-    """The descriptor of a regular file.
+    """Open a regular file, without waiting for anyone.
 
-    OSError, at once, for a pipe, a device, a folder, and a link unless followed.
+    Args:
+        path: The file.
+        flags: Flags of os.open.
+        follow_link: Whether a symbolic link is followed.
+
+    Returns:
+        The descriptor.
+
+    Raises:
+        OSError: The path is a pipe, a device, a folder, or a link that is not followed.
     """
     follow = 0 if follow_link else os.O_NOFOLLOW
     # a pipe without a peer would block the opening itself
@@ -50,7 +59,13 @@ def open_regular(path: str | Path, flags: int, *, follow_link: bool = False) -> 
 
 
 def read_bounded(path: Path, max_bytes: int, *, follow_link: bool = False) -> str:
-    """The text of a regular file, at most `max_bytes` of it. OSError as of `open_regular`."""
+    """Read the text of a regular file; OSError as of open_regular.
+
+    Args:
+        path: The file.
+        max_bytes: Bytes to read, at most.
+        follow_link: Whether a symbolic link is followed.
+    """
     with os.fdopen(open_regular(path, os.O_RDONLY, follow_link=follow_link), "rb") as file:
         return file.read(max_bytes).decode("utf-8", errors="replace")
 
@@ -88,10 +103,17 @@ def is_pipe(path: str | Path) -> bool:
 
 
 def read_pipe(path: str | Path, max_bytes: int, patience_s: float) -> bytes:
-    """All that a pipe's writers send until the last one closes it.
+    """Read all that a pipe's writers send until the last one closes it.
 
-    Only for a path that the user gave as a pipe. OSError where nothing comes for `patience_s` seconds, where it lasts
-    longer than MAX_PIPE_S, or where more than `max_bytes` come.
+    Only for a path that the user gave as a pipe.
+
+    Args:
+        path: The pipe.
+        max_bytes: Bytes that it may send.
+        patience_s: Seconds for which it may send nothing.
+
+    Raises:
+        OSError: Nothing comes for so long, it lasts longer than MAX_PIPE_S, or sends more.
     """
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     content = b""
@@ -121,7 +143,7 @@ def read_pipe(path: str | Path, max_bytes: int, patience_s: float) -> bytes:
 
 
 def read_foreign_text(path: str | Path, max_bytes: int = MAX_BYTES) -> str:
-    """Its content as text. OSError as of `read_foreign`, UnicodeDecodeError where it is no UTF-8."""
+    """Read a file's content as text. OSError as of `read_foreign`, UnicodeDecodeError where it is no UTF-8."""
     return read_foreign(path, max_bytes).decode("utf-8")
 
 

@@ -114,7 +114,7 @@ def check_gradients(model: nn.Module, compute_loss: Callable[[], Tensor]):
 
 
 def check_weights_move(model: nn.Module, step: Step):
-    """One training step changes every trainable parameter, and no frozen one.
+    """Check that a training step changes every trainable parameter, and no frozen one.
 
     The learning rate must not be 0 in this step, as it is in the first one of some warm-ups, and a loss scale must not
     skip it.
@@ -295,7 +295,7 @@ def check_data_wait(
 
 
 def check_detached(logged: Any):
-    """What is kept for logging holds no graph of autograd.
+    """Check that what is kept for logging holds no graph of autograd.
 
     Args:
         logged: Tensors and numbers, in nested lists, tuples and dicts.
@@ -338,7 +338,7 @@ def check_memory_steady(step: Step, steps: int = 5, warmup: int = 3):
 
 
 def _measure_live() -> tuple[int, int]:
-    """(bytes of all tensors, nodes of the graphs that they keep)."""
+    """Measure bytes of all tensors, and count the nodes of the graphs that they keep."""
     gc.collect()
     nodes: set = set()
     waiting = [one.grad_fn for one in _list_tensors() if one.grad_fn is not None]
@@ -358,7 +358,7 @@ def _list_tensors() -> list[Tensor]:
 
 
 def _find_storages() -> dict[int, int]:
-    """{identity: bytes} of the memory of all tensors."""
+    """Find the memory of all tensors: bytes by identity."""
     storages = [one.untyped_storage() for one in _list_tensors() if one.layout == torch.strided]
     return {storage._cdata: storage.nbytes() for storage in storages}
 

@@ -1,5 +1,4 @@
-"""What reaches a terminal: lines that it cannot take for commands, the version,
-and the end of a process whose reader left."""
+"""Output to a terminal: lines that it cannot take for commands, the version, the end of a process without a reader."""
 
 import os
 import re
@@ -18,8 +17,12 @@ PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
 
 def escape(text: str, keep_style: bool = False) -> str:
-    r"""One line of any origin with escapes such as \x1b and \n for what a terminal would obey. keep_style: but for
-    colors of reports."""
+    r"""Write escapes such as \x1b and \n for what a terminal would obey.
+
+    Args:
+        text: A line of any origin.
+        keep_style: Whether colors of reports stay.
+    """
     if keep_style and "\x1b" in text:
         return "".join(part if at % 2 else escape(part) for at, part in enumerate(_OWN_STYLE.split(text)))
     if text.isprintable():  # nothing of _OBEYED is, and most texts are
@@ -47,7 +50,7 @@ def print_text(text: str):
 
 
 def end_quietly_without_reader(work: Callable[[], int]) -> int:
-    """work(), and its exit code; CUT_OFF without a traceback where whoever read our output, `head` say, has left."""
+    """Do work, and return its exit code; CUT_OFF, without a traceback, where whoever read our output has left."""
     try:
         code = work()
         sys.stdout.flush()  # here, not while Python ends, a reader that left is noticed

@@ -1,5 +1,4 @@
-"""From where on a slower rank or growing memory is worth a word,
-on the console while a run goes on as in its report."""
+"""Limits from which a slower rank or growing memory is worth a word, on the console as in a report."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -26,9 +25,15 @@ SWITCHES_PER_CPU_SECOND = 100.0  # involuntary ones; a scheduler that shares a c
 def slowest_rank(
     times_ms: Sequence[float], step_ms: Sequence[float], stages: Sequence[int] = ()
 ) -> tuple[float, int] | None:
-    """(lag behind the median rank in ms, rank), if one rank is notably slower. Both by rank; None if one has NaN.
+    """Find the one rank that is notably slower than the others.
 
-    stages: by rank, of a pipeline; a rank is compared with others of its stage, which have the same work.
+    Args:
+        times_ms: Milliseconds of a phase, by rank.
+        step_ms: Milliseconds of the step, by rank.
+        stages: Stage of each rank of a pipeline. A rank is compared with others of its stage, which have the same work.
+
+    Returns:
+        Its lag behind the median rank, in milliseconds, and its number; None if there is none, or a time is NaN.
     """
     if len(times_ms) < 2:  # () of a phase that no rank has
         return None
@@ -93,15 +98,24 @@ def is_by_chance(lag_ms: float, without_core: tuple[int, float | None] | None) -
 
 
 def is_mostly(rank: int, slowest: Sequence[int | None]) -> bool:
-    """Is it the same rank nearly always? `slowest`: the notably slower rank of each console line."""
+    """Whether a rank is the slowest one nearly always.
+
+    Args:
+        rank: The rank.
+        slowest: The notably slower rank of each console line.
+    """
     return slowest.count(rank) >= MOSTLY * len(slowest)
 
 
 def steady_growth(iterations: Sequence[float], values: Sequence[float]) -> tuple[float, float] | None:
-    """(bytes, bytes per step) by which memory has grown over all of it; None where it has not.
+    """Measure memory that grows steadily.
 
     Args:
-        iterations, values: in order, at least GROWTH_PARTS of both; values in bytes.
+        iterations: Iterations, in order, at least GROWTH_PARTS.
+        values: Bytes at each of them.
+
+    Returns:
+        Bytes, and bytes per step, by which it has grown over all of it; None where it has not.
     """
     inner = [len(values) * part // GROWTH_PARTS for part in range(1, GROWTH_PARTS)]
     levels = [float(np.median(part)) for part in np.split(values, inner)]

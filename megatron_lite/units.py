@@ -8,7 +8,7 @@ GIB = 2**30
 
 
 def count(value: float) -> str:
-    """12345 -> '12,345'."""
+    """Write a number with commas and without decimals: 12345 -> "12,345"."""
     return f"{value:,.0f}"
 
 
@@ -22,7 +22,13 @@ def short_count(value: float) -> str:
 
 
 def significant(value: float, digits: int = 3, signed: bool = False) -> str:
-    """0.012345 -> '0.0123', 12345.6 -> '12,346': so many digits at least, never an exponent. signed: '+12,346'."""
+    """Write a number with so many digits at least, never with an exponent: 0.012345 -> "0.0123", 12345.6 -> "12,346".
+
+    Args:
+        value: The number.
+        digits: Digits from the first one that is not 0.
+        signed: Whether a number above 0 has a plus sign.
+    """
     if not value or not math.isfinite(value):
         return f"{value:g}"
     decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
@@ -34,7 +40,7 @@ ENDS_IN_HISS = ("s", "x", "z", "ch", "sh")
 
 
 def pluralize(what: str) -> str:
-    """'wait' -> 'waits', 'copy' -> 'copies', 'micro-batch' -> 'micro-batches', 'way' -> 'ways'."""
+    """Make the plural of a word: "wait" -> "waits", "copy" -> "copies", "way" -> "ways"."""
     if what.endswith(ENDS_IN_HISS):
         return f"{what}es"
     if what.endswith("y") and what[-2:-1] not in "aeiou":
@@ -43,7 +49,7 @@ def pluralize(what: str) -> str:
 
 
 def counted(number: float, what: str) -> str:
-    """'1 wait', '12 waits', '0.5 waits', '2 copies': a number as it is shown decides, not its hidden digits."""
+    """Write a number with its noun: "1 wait", "12 waits", "0.5 waits". The number as it is shown decides."""
     told = significant(number)
     return f"{told} {what if told == '1' else pluralize(what)}"
 
@@ -71,7 +77,7 @@ def duration(seconds: float) -> str:
 
 
 def is_number(text: str) -> bool:
-    """Does `text` spell a number, as float() reads them?"""
+    """Whether a text spells a number, as float() reads them."""
     try:
         float(text)
     except ValueError:

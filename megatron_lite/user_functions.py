@@ -16,9 +16,11 @@ from megatron_lite.shared_files import read_foreign
 
 
 def find_function(flag: str, spelled: str, takes: Sequence[str], by_name: Sequence[str] = ()) -> Callable:
-    """The function that `flag` names by `spelled`. A file's code runs once, however often it is asked for.
+    """Find the function that a flag names. A file's code runs once, however often it is asked for.
 
     Args:
+        flag: The flag, for messages.
+        spelled: Its value, FILE.py:FUNCTION or MODULE:FUNCTION.
         takes: Names of the arguments that it will be called with.
         by_name: Names of those that are passed by name.
 
@@ -52,7 +54,13 @@ def find_function(flag: str, spelled: str, takes: Sequence[str], by_name: Sequen
 
 
 def why_not_callable(function: Callable, takes: Sequence[str], by_name: Sequence[str] = ()) -> str:
-    """Why the function does not take these arguments, with the remedy; empty if it does."""
+    """Describe why a function cannot be called with some arguments, with the remedy; empty if it can.
+
+    Args:
+        function: The user's function.
+        takes: Names of the arguments that it will be called with.
+        by_name: Names of those that are passed by name.
+    """
     try:
         inspect.signature(function).bind(*takes, **dict.fromkeys(by_name))
     except (TypeError, ValueError) as error:  # the second: a function in C that does not tell what it takes

@@ -62,19 +62,34 @@ def prepend_python_path(environ: Mapping[str, str], folder: Path) -> dict[str, s
 
 
 def has_needless_order(value: str | None, ranks: int, tensor: int = 1, context: int = 1) -> bool:
-    """Does CUDA_DEVICE_MAX_CONNECTIONS=`value` give all streams one queue,
-    which only tensor and context parallelism want?"""
+    """Whether all streams have one queue, which only tensor and context parallelism want.
+
+    Args:
+        value: The value of CUDA_DEVICE_MAX_CONNECTIONS.
+        ranks: Ranks of the job.
+        tensor: Ranks that split each layer.
+        context: Ranks that share out the positions of each sequence.
+    """
     return value == "1" and ranks > 1 and tensor == context == 1
 
 
 def fitting_threads(threads: int, ranks: int, cores: int) -> int | None:
-    """Threads per rank that do not wait for each other; None where `threads` is well already."""
+    """Threads per rank that do not wait for each other's cores.
+
+    Args:
+        threads: Threads of each rank now.
+        ranks: Ranks on this machine.
+        cores: Cores of this machine.
+
+    Returns:
+        A smaller number; None where the one of now does.
+    """
     fitting = max(1, cores // ranks)
     return fitting if threads * ranks > cores and threads > fitting else None
 
 
 def switches_on(environ: Mapping[str, str], place: RunPlace) -> dict[str, str]:
-    """{VARIABLE=value: what it costs} for switches that were left on."""
+    """Find switches that were left on: "VARIABLE=value" and what it costs."""
     found = [(environ.get(switch.variable), switch) for switch in SWITCHES if PLACES[switch.place](place)]
     return {
         f"{switch.variable}={value}": switch.cost

@@ -99,9 +99,15 @@ class CheckpointDir:
 
 @contextlib.contextmanager
 def reserved(save: Path, wait_s: float, say: Callable[[str], None]) -> Iterator[None]:
-    """No other process saves to `save` inside the block. Who has it is waited for, which is said, for `wait_s` at most.
+    """Keep other processes from saving to a folder inside the block.
 
-    CheckpointError if it is still in use then, or cannot be written.
+    Args:
+        save: The folder.
+        wait_s: Seconds for which another process that has it is waited for, at most.
+        say: Takes a line on whom is waited for.
+
+    Raises:
+        CheckpointError: It is still in use then, or cannot be written.
     """
     with contextlib.ExitStack() as held:
         try:

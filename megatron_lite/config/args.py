@@ -21,7 +21,7 @@ EXPLICIT_BACKENDS = ("unfused", "local")  # values of --attention-backend that w
 
 @dataclass(frozen=True)
 class ModelArgs:
-    """Model"""
+    """Flags of the model: its sizes, and the kind of its layers."""
 
     model: str | None = flag(None, "FUNCTION(shape) builds the model, not a GPT. (ours)", value="FILE.py:FUNCTION")
     num_layers: int = flag(
@@ -143,7 +143,7 @@ class ModelArgs:
 
 @dataclass(frozen=True)
 class LatentArgs:
-    """Latent attention"""
+    """Flags of latent attention, whose keys and values are made from one vector."""
 
     multi_latent_attention: bool = flag(
         False, "DeepSeek's attention, whose keys and values are made from one vector of few channels."
@@ -163,7 +163,7 @@ class LatentArgs:
 
 @dataclass(frozen=True)
 class ExpertArgs:
-    """Mixture of experts"""
+    """Flags of experts, their routers and the exchange of tokens."""
 
     num_experts: int | None = flag(None, "Experts in the place of a layer's MLP.", SIZE)
     moe_layer_freq: str = flag(
@@ -213,7 +213,7 @@ class ExpertArgs:
 
 @dataclass(frozen=True)
 class TrainingArgs:
-    """Training"""
+    """Flags of batches, length of training, recomputation and compilation."""
 
     micro_batch_size: int = flag(None, "Samples per rank per forward and backward. Required.", SIZE)
     global_batch_size: int | None = flag(
@@ -286,7 +286,7 @@ class TrainingArgs:
 
 @dataclass(frozen=True)
 class PrecisionArgs:
-    """Precision"""
+    """Flags of precision and loss scale."""
 
     fp16: bool = flag(False, "float16 model, fp32 masters, dynamic loss scale.")
     bf16: bool = flag(False, "bfloat16 model, fp32 masters, gradients accumulated in fp32.")
@@ -304,7 +304,7 @@ class PrecisionArgs:
 
 @dataclass(frozen=True)
 class OptimizerArgs:
-    """Optimizer and schedule"""
+    """Flags of the optimizer, and of the schedule of learning rate and weight decay."""
 
     optimizer: str = flag(
         "adam",
@@ -375,7 +375,7 @@ class OptimizerArgs:
 
 @dataclass(frozen=True)
 class ParallelArgs:
-    """Ranks"""
+    """Flags of ranks: how they divide the work, and what each keeps."""
 
     distributed_backend: str | None = flag(None, "nccl with GPUs, else gloo, when left out.", choices=("nccl", "gloo"))
     distributed_timeout_minutes: int = flag(10, "Time-out of a collective.", Range(at_least=1, at_most=1000000))
@@ -493,7 +493,7 @@ class ParallelArgs:
 
 @dataclass(frozen=True)
 class DataArgs:
-    """Data"""
+    """Flags of data sets, tokenizers and loaders."""
 
     data_path: tuple[str, ...] = flag(
         (), "Prefix of a .bin/.idx pair, several, or each with its weight before it.", value="[WEIGHT] PREFIX ..."
@@ -583,7 +583,7 @@ class DataArgs:
 
 @dataclass(frozen=True)
 class WatchArgs:
-    """Logging and evaluation"""
+    """Flags of logging and evaluation."""
 
     log_interval: int = flag(100, "Iterations between console lines.", AT_LEAST_1)
     log_throughput: bool = flag(False, "TFLOP/s per GPU in the console line.")
@@ -636,7 +636,7 @@ class WatchArgs:
 
 @dataclass(frozen=True)
 class CheckpointArgs:
-    """Checkpoints"""
+    """Flags of checkpoints: where, when and in which form."""
 
     save: str | None = flag(None, "Folder to write checkpoints to.", value="FOLDER")
     load: str | None = flag(None, "Folder of the checkpoint to continue; fresh start if it holds none.", value="FOLDER")
@@ -680,7 +680,7 @@ class CheckpointArgs:
 
 @dataclass(frozen=True)
 class ProfileArgs:
-    """Profiling"""
+    """Flags of profilers: which, and in which window."""
 
     profile: bool = flag(False, "Profile the window: for Nsight Systems, or with --use-pytorch-profiler.")
     use_pytorch_profiler: bool = flag(False, "A torch.profiler trace instead of Nsight Systems; implies --profile.")
@@ -728,16 +728,16 @@ class ProfileArgs:
 
 @dataclass(frozen=True)
 class Args:
-    """All groups."""
+    """Flags of the trainer, by group; --help shows a group under its title."""
 
-    model: ModelArgs = field(default_factory=ModelArgs)
-    latent: LatentArgs = field(default_factory=LatentArgs)
-    experts: ExpertArgs = field(default_factory=ExpertArgs)
-    training: TrainingArgs = field(default_factory=TrainingArgs)
-    precision: PrecisionArgs = field(default_factory=PrecisionArgs)
-    optimizer: OptimizerArgs = field(default_factory=OptimizerArgs)
-    parallel: ParallelArgs = field(default_factory=ParallelArgs)
-    data: DataArgs = field(default_factory=DataArgs)
-    watch: WatchArgs = field(default_factory=WatchArgs)
-    checkpoint: CheckpointArgs = field(default_factory=CheckpointArgs)
-    profile: ProfileArgs = field(default_factory=ProfileArgs)
+    model: ModelArgs = field(default_factory=ModelArgs, metadata={"title": "Model"})
+    latent: LatentArgs = field(default_factory=LatentArgs, metadata={"title": "Latent attention"})
+    experts: ExpertArgs = field(default_factory=ExpertArgs, metadata={"title": "Mixture of experts"})
+    training: TrainingArgs = field(default_factory=TrainingArgs, metadata={"title": "Training"})
+    precision: PrecisionArgs = field(default_factory=PrecisionArgs, metadata={"title": "Precision"})
+    optimizer: OptimizerArgs = field(default_factory=OptimizerArgs, metadata={"title": "Optimizer and schedule"})
+    parallel: ParallelArgs = field(default_factory=ParallelArgs, metadata={"title": "Ranks"})
+    data: DataArgs = field(default_factory=DataArgs, metadata={"title": "Data"})
+    watch: WatchArgs = field(default_factory=WatchArgs, metadata={"title": "Logging and evaluation"})
+    checkpoint: CheckpointArgs = field(default_factory=CheckpointArgs, metadata={"title": "Checkpoints"})
+    profile: ProfileArgs = field(default_factory=ProfileArgs, metadata={"title": "Profiling"})

@@ -45,7 +45,7 @@ def range_rules(args: Args, world: World) -> Iterator[str]:
 
 
 def _describe_number_outside(flag: Flag, must_be: Range, value: float) -> str:
-    """What to say of a number outside the range of its flag."""
+    """Describe a number outside the range of its flag, with the remedy."""
     shown = f"{value:.10g}" if flag.kind is float else value
     is_optional = flag.default is None and not flag.required
     remedy = ", or leave it out" if is_optional and not must_be.remedy else ""
@@ -76,6 +76,11 @@ def check(line: CommandLine, world: World, rules: Sequence[Rule] = RULES) -> Non
 
     A rule that speaks of a flag whose value could not be read, or is wrong by itself, is left out. Where a file of
     settings could not be read, all rules are.
+
+    Args:
+        line: The command line.
+        world: The rank, and how many there are.
+        rules: Functions that yield a line for each mistake.
     """
     mistakes = list(line.mistakes)
     broken = set(line.broken)

@@ -18,7 +18,7 @@ MAX_FLOAT = 3.40282346e38
 
 @dataclass
 class CommandLine:
-    """What was typed: the flags' values, notes to print once, and mistakes, one line each."""
+    """A command line as it was typed: the flags' values, notes to print once, and mistakes, one line each."""
 
     args: Args = field(default_factory=Args)
     values: dict[str, object] = field(default_factory=dict)
@@ -93,7 +93,14 @@ def _take_file(values: list[str], known: dict[str, Flag], line: CommandLine) -> 
 
 
 def split_words(argv: list[str], line: CommandLine) -> list[tuple[str, list[str]]]:
-    """['--lr', '1', '--fp16'] -> [('--lr', ['1']), ('--fp16', [])]; `--lr=1` is the same. Mistakes go into `line`."""
+    """Split words into flags with their values: ["--lr", "1", "--fp16"] -> [("--lr", ["1"]), ("--fp16", [])].
+
+    `--lr=1` is the same.
+
+    Args:
+        argv: The words.
+        line: Gets the mistakes.
+    """
     words: list[tuple[str, list[str]]] = []
     for token in argv:
         is_negative = is_number(token) or token[1:2].isdigit()  # --window-size -1,0
@@ -147,7 +154,7 @@ def _take_known(name: str, flag: Flag, values: list[str], line: CommandLine) -> 
 
 
 def _convert(name: str, flag: Flag, values: list[str]) -> tuple[object, str | None]:
-    """(value, None), or (None, what is wrong)."""
+    """Convert the values of a flag: (value, None), or (None, what is wrong)."""
     if flag.is_switch:
         if not values:
             return not flag.default, None

@@ -22,7 +22,7 @@ BATCHES_AHEAD = 4  # of the loader, per worker
 
 
 def parse_blend(words: tuple[str, ...] | list[str], flag: str) -> tuple[list[str], list[float] | None]:
-    """('0.3', 'a', '0.7', 'b') -> (['a', 'b'], [0.3, 0.7]); one or several bare prefixes have the weights None.
+    """Split ("0.3", "a", "0.7", "b") into (["a", "b"], [0.3, 0.7]); bare prefixes have the weights None.
 
     As in Megatron, an odd number of words means prefixes only. DataError for a mixture of weights and none, and for
     weights that are not above 0.
@@ -80,7 +80,7 @@ def _read(flag: str, path: str) -> str:
 
 
 def split_shares(split: str) -> list[float]:
-    """'949,50,1' -> [949.0, 50.0, 1.0]; missing ones are 0. DataError if that is not what it says.
+    """Read --split: "949,50,1" -> [949.0, 50.0, 1.0]; missing shares are 0. DataError if it does not say that.
 
     As in Megatron-LM, quotes and brackets around numbers, which scripts may pass on, do not count.
     """

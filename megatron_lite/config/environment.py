@@ -119,9 +119,12 @@ TELLING_VARIABLES = (QUEUES, THREADS, *ALLOCATOR_VARIABLES, *(switch.variable fo
 
 
 def hints(plan: Plan, environ: Mapping[str, str], machine: Machine | None) -> list[str]:
-    """A line for each problem: variable or flag, value, remedy. [] if there is none.
+    """List problems of this run's environment, a line each: variable or flag, value, remedy.
 
-    `machine` is the one that trains; None where it is not this one, and then only variables and flags are judged.
+    Args:
+        plan: The run's plan.
+        environ: Variables of the environment.
+        machine: The machine that trains; None where it is not this one, and then only variables and flags are judged.
     """
     found = []
     world = plan.world

@@ -1,4 +1,4 @@
-"""Which layers of a model have experts, and which a window of attention: --moe-layer-freq, --window-attn-skip-freq."""
+"""Layers that have experts, or a window of attention: --moe-layer-freq, --window-attn-skip-freq."""
 
 import ast
 import itertools
@@ -60,7 +60,7 @@ def _read(frequency: str) -> int | list[int]:
 
 
 def _read_pattern(value: list[int], num_layers: int) -> tuple[bool, ...]:
-    """A pattern's layers."""
+    """Read a pattern of zeros and ones. ValueError unless it has one for each layer."""
     if set(value) - {0, 1}:
         raise ValueError("has other numbers than 0 and 1")
     if len(value) != num_layers:

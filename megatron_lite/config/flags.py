@@ -46,7 +46,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag of the trainer."""
+    """A flag of the trainer, as help, command line and rules see it."""
 
     field: str
     section: str  # the field of Args that holds its group
@@ -72,7 +72,7 @@ class Flag:
         return self.spellings[0]
 
     def get(self, args: Any) -> Any:
-        """Its value in an instance of the root class."""
+        """Read the flag's value in an instance of the root class."""
         return getattr(getattr(args, self.section), self.field)
 
 
@@ -107,7 +107,7 @@ def flag(
 
 
 def dashed(field_name: str) -> str:
-    """profile_step_start -> --profile-step-start."""
+    """Spell a field as a flag: profile_step_start -> --profile-step-start."""
     return "--" + field_name.replace("_", "-")
 
 
@@ -115,16 +115,17 @@ def dashed(field_name: str) -> str:
 def list_flags(root_class: type) -> tuple[Flag, ...]:
     """Every flag of `root_class`, a dataclass whose fields are groups of flags."""
     flags = []
-    for section, group_class in typing.get_type_hints(root_class).items():
+    classes = typing.get_type_hints(root_class)
+    for section in dataclasses.fields(root_class):
+        group_class = classes[section.name]
         hints = typing.get_type_hints(group_class)
-        title = (group_class.__doc__ or "").splitlines()[0]
         for field in dataclasses.fields(group_class):
             hint = _read_hint(hints[field.name])
             flags.append(
                 Flag(
                     field=field.name,
-                    section=section,
-                    group=title,
+                    section=section.name,
+                    group=section.metadata.get("title", ""),
                     spellings=(field.metadata["off"] or dashed(field.name), *field.metadata["aliases"]),
                     kind=hint.kind,
                     many=hint.many,
@@ -138,7 +139,7 @@ def list_flags(root_class: type) -> tuple[Flag, ...]:
 
 @dataclass(frozen=True)
 class Hint:
-    """What the type of a field says of its flag."""
+    """The kind of a flag's value, as the type of its field says it."""
 
     kind: type  # bool | int | float | str
     many: bool  # a tuple of them
@@ -248,19 +249,23 @@ def read_flags() -> dict[str, MegatronFlag]:
 
 @functools.cache
 def read_launcher_flags() -> dict[str, str]:
-    """{flag with dashes: what to do instead} of launcher_flags.tsv."""
+    """Read launcher_flags.tsv: what to do instead of each flag of a launcher, spelled with its dashes."""
     lines = FILE.with_name("launcher_flags.tsv").read_text(encoding="utf-8").splitlines()
     rows = (line.split("\t") for line in lines if line.startswith("--"))
     return {name: answer for name, answer in rows}
 
 
 def find_texts(*answers: str) -> dict[str, str]:
-    """{flag: text} of the flags with one of `answers`."""
+    """Find the flags of Megatron-LM that have one of these answers: their texts by name."""
     return {flag.name: flag.text for flag in read_flags().values() if flag.answer in answers}
 
 
 def describe_flag(flag: MegatronFlag, values: list[str]) -> tuple[str, bool]:
-    """(message for a command line with this flag and `values`, whether it is a mistake). Not for respelled flags."""
+    """Describe what becomes of a flag of Megatron-LM with these values; not for respelled flags.
+
+    Returns:
+        A line, and whether the flag is a mistake.
+    """
     if flag.answer == ACCEPTED:
         return f"{flag.name} has no effect here: {flag.text}.", False
     if flag.answer == RETIRED:

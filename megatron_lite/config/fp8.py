@@ -77,7 +77,7 @@ class PaperArgs:
 
 
 def list_fp8_mistakes(fp8: Fp8, args: Args) -> list[str]:
-    """What Megatron-LM asks of these flags, and a plan of the others: a line for each mistake."""
+    """List the mistakes of flags for FP8, by Megatron-LM's rules and those of a plan: a line each."""
     mistakes = []
     precision = args.precision
     parallel = args.parallel

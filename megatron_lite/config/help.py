@@ -1,4 +1,4 @@
-"""--help: every knob by group, and what becomes of Megatron-LM's other flags."""
+"""The text of --help: every knob by group, and what becomes of Megatron-LM's other flags."""
 
 import textwrap
 from itertools import groupby
@@ -53,7 +53,7 @@ def help_text(width: int = 110) -> str:
 
 
 def describe_value(flag: Flag) -> str:
-    """What its value is called; "" for a switch."""
+    """Name the value of a flag as help shows it; "" for a switch."""
     if flag.choices:
         values = "{" + ",".join(flag.choices) + "}"
         return f"[{values}]" if flag.as_switch else values
@@ -61,7 +61,7 @@ def describe_value(flag: Flag) -> str:
 
 
 def describe_default(flag: Flag) -> str:
-    """Its default as a command line has it; "" for a switch and where nothing is set."""
+    """Spell the default of a flag as a command line has it; "" for a switch and where nothing is set."""
     if flag.is_switch or flag.default in (None, (), ""):
         return ""
     shown = flag.default if flag.many else (flag.default,)

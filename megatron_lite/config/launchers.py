@@ -121,7 +121,7 @@ def _is_lone_task(launcher: Launcher, environment: Mapping[str, str]) -> bool:
 
 
 def _find_local(launcher: Launcher, environment: Mapping[str, str], size: int) -> dict[str, str]:
-    """torchrun's variables of this machine, and where rank 0 is met.
+    """Find torchrun's variables of this machine, and where rank 0 is met.
 
     Args:
         launcher: The one that started this process.

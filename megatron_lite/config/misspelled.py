@@ -1,4 +1,4 @@
-"""What to say of a flag that nobody knows: whose it is, or what was most likely meant."""
+"""Answers to a flag that nobody knows: whose it is, or what was most likely meant."""
 
 import difflib
 from collections.abc import Sequence
@@ -10,13 +10,17 @@ ALIKE = 0.65  # of words and flags that may have been meant
 
 
 def describe_unknown(name: str, known: Sequence[str], others: Sequence[str]) -> tuple[str, list[str]]:
-    """(a line on `name`, the flags that were most likely meant).
+    """Describe a flag that nobody knows by what it may have been meant for.
 
-    It names what is spelled almost like it, or up to three knobs that begin with it, or those most like it.
+    That is what is spelled almost like it, or up to three knobs that begin with it, or those most like it.
 
     Args:
+        name: The flag as it was typed.
         known: Flags of this trainer.
         others: What may stand among them and is no setting.
+
+    Returns:
+        A line, and the flags that were most likely meant.
     """
     wanted = "--" + name.lstrip("-").replace("_", "-").lower()
     answer = read_launcher_flags().get(wanted)
@@ -58,7 +62,13 @@ def _share_words(wanted: str, knob: str) -> bool:
 
 
 def find_closest(word: str, words: Sequence[str], least: float) -> list[str]:
-    """The most similar of `words`, several if they are equally so."""
+    """Find the most similar words, several if they are equally so.
+
+    Args:
+        word: The word that was typed.
+        words: Those that may have been meant.
+        least: Similarity below which a word does not count, from 0 to 1 (difflib's ratio).
+    """
     if word == "--":
         return []
     near = difflib.get_close_matches(word, words, n=3, cutoff=least)

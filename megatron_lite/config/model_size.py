@@ -133,7 +133,12 @@ def _count_norm_vectors(shape: ModelShape) -> int:
 
 
 def list_attention_matrices(shape: ModelShape, split_qkv: bool = False) -> list[tuple[int, int]]:
-    """(rows, columns) of each matrix of one layer's attention. split_qkv: queries, keys and values count as three."""
+    """List (rows, columns) of each matrix of one layer's attention.
+
+    Args:
+        shape: The model's shape.
+        split_qkv: Whether queries, keys and values count as three matrices.
+    """
     if shape.latent is not None:
         return _list_latent_matrices(shape, shape.latent)
     hidden = shape.hidden_size
@@ -167,7 +172,7 @@ def _list_attention_tensors(shape: ModelShape) -> list[int]:
 
 
 def _list_latent_matrices(shape: ModelShape, latent: LatentShape) -> list[tuple[int, int]]:
-    """(rows, columns) of each matrix of one layer's latent attention."""
+    """List (rows, columns) of each matrix of one layer's latent attention."""
     hidden = shape.hidden_size
     query_rows = shape.num_attention_heads * latent.query_width
     if latent.q_lora_rank is None:
@@ -243,13 +248,16 @@ def count_layer_parameters(shape: ModelShape) -> int:
 
 
 def step_flops(shape: ModelShape, tokens_sequences: int, causal: bool) -> int:
-    """FLOPs of forward and backward over `tokens_sequences` full sequences; a multiply-add is 2, backward 2 x forward.
+    """FLOPs of forward and backward over full sequences; a multiply-add is 2, backward 2 x forward.
 
     Only matrix products count; recomputation, dropout, norms and the embedding lookup do not.
-    causal=True counts the half of the attention matrix that is used: the convention of Megatron-LM's own
-    "throughput per GPU", 6*B*s*(L*(2*h*ffn + 3h^2 + h*s + h^2) + h*V) for the plain GPT.
-    causal=False counts all of it (12*L*h*s per token): the convention of nanoGPT, torchtitan and PaLM's MFU
-    (Chowdhery et al. 2022, appendix B).
+
+    Args:
+        shape: The model's shape.
+        tokens_sequences: Number of sequences, of shape.seq_length tokens each.
+        causal: Whether only the half of the attention matrix counts that is used: the convention of Megatron-LM's own
+            "throughput per GPU", 6*B*s*(L*(2*h*ffn + 3h^2 + h*s + h^2) + h*V) for the plain GPT. Else all of it does
+            (12*L*h*s per token): the convention of nanoGPT, torchtitan and PaLM's MFU (Chowdhery et al. 2022, app. B).
     """
     depths = shape.mtp_num_layers
     with_experts = count_expert_layers(shape)
@@ -265,9 +273,10 @@ def step_flops(shape: ModelShape, tokens_sequences: int, causal: bool) -> int:
 
 
 def weigh_chunks(shape: ModelShape, stage: Stage) -> tuple[float, ...]:
-    """What one micro-batch computes in each chunk of a stage, beside the mean of all.
+    """Weigh what one micro-batch computes in each chunk of a stage, against the mean of all.
 
-    () where chunks are equal but for the loss.
+    Returns:
+        A factor for each chunk; () where chunks are equal but for the loss.
     """
     if stage.has_equal_chunks and shape.experts is None:
         return ()
@@ -282,7 +291,14 @@ def weigh_chunks(shape: ModelShape, stage: Stage) -> tuple[float, ...]:
 
 
 def count_layer_flops(shape: ModelShape, sequences: int, causal: bool, has_experts: bool) -> int:
-    """FLOPs of one layer's forward: its linear maps, and attention; causal as in `step_flops`."""
+    """FLOPs of one layer's forward: its linear maps, and attention.
+
+    Args:
+        shape: The model's shape.
+        sequences: Number of sequences, of shape.seq_length tokens each.
+        causal: Whether only the half of the attention matrix counts that is used.
+        has_experts: Whether the layer has experts in the place of its MLP.
+    """
     mlp = shape.fc1_width + shape.ffn_hidden_size
     if shape.experts is not None and has_experts:
         mlp = _count_expert_width(shape, shape.experts)
@@ -318,7 +334,13 @@ def _count_expert_width(shape: ModelShape, e: ExpertShape) -> int:
 
 
 def attention_flops(shape: ModelShape, sequences: int, causal: bool) -> int:
-    """Forward of one layer's two products with the matrix of scores; causal: with the half of it that is used."""
+    """FLOPs of one layer's two products with the matrix of scores, in forward.
+
+    Args:
+        shape: The model's shape.
+        sequences: Number of sequences, of shape.seq_length tokens each.
+        causal: Whether only the half of the matrix counts that is used.
+    """
     multiply_adds = sequences * count_scored_width(shape) * shape.seq_length**2
     return multiply_adds if causal else 2 * multiply_adds
 

@@ -1,4 +1,4 @@
-"""Which parameters have a weight decay, and which a learning rate of their own."""
+"""Groups of parameters: with or without weight decay, and with a learning rate of their own."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ OF_WIDTH = "of the width"  # --use-mup's, which differs from the usual one by th
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """What parameters of an optimizer have in common."""
+    """Settings that parameters of an optimizer have in common."""
 
     decays: bool = True
     rate: str = USUAL  # the learning rate: USUAL, OWN or OF_WIDTH

@@ -37,7 +37,7 @@ NONE = "none"
 
 @dataclass(frozen=True)
 class Compilation:
-    """What torch.compile compiles."""
+    """Parts of the model that torch.compile compiles."""
 
     layers: bool  # each by itself
     why: str = ""  # of an automatic choice, with the remedy; empty: the flag says it
@@ -51,7 +51,7 @@ class Compilation:
 
 
 def choose_compilation(args: Args, world: World) -> Compilation:
-    """What --torch-compile asks for; for auto, layers on a GPU that kernels can be compiled for."""
+    """Choose what --torch-compile asks for; for auto, layers on a GPU that kernels can be compiled for."""
     asked = args.training.torch_compile
     if asked != AUTO:
         return Compilation(asked == LAYERS, loss=asked == LAYERS and world.gpus > 0)
@@ -142,7 +142,7 @@ def parse_batch_steps(text: str, seq_length: int) -> tuple[tuple[int, int], ...]
 
 
 def _read_number(word: str) -> int:
-    """'1.5K' -> 1500."""
+    """Read a number of tokens that may end with K, M, B or T: "1.5K" -> 1500."""
     factor = FACTORS.get(word[-1:].upper(), 1)
     number = float(word[:-1] if factor > 1 else word)
     if not 0 <= number * factor <= MAX_TOKENS:
@@ -215,7 +215,7 @@ class Plan:
 
     @cached_property
     def rank_shape(self) -> RankShape:
-        """This rank's share of `shape`."""
+        """Share of `shape` that this rank computes."""
         layout = self.layout
         return self.shape.split(layout.tensor, layout.context, layout.expert, layout.expert_tensor)
 
@@ -289,7 +289,16 @@ class Plan:
 
 
 def resolve(args: Args, world: World, vocab_size: int) -> Plan:
-    """The plan of checked `args`. Raises ConfigError where the tokenizer's vocabulary does not fit."""
+    """Plan a run.
+
+    Args:
+        args: Flags, checked.
+        world: This rank, and how many there are.
+        vocab_size: Entries of the tokenizer's vocabulary, before padding.
+
+    Raises:
+        ConfigError: The vocabulary does not fit, or --train-samples gives no iteration.
+    """
     t = args.training
     p = args.profile
     layout = plan_layout(args.parallel, world, has_experts=args.experts.num_experts is not None)
@@ -376,7 +385,7 @@ def _plan_rank(plan: Plan, rank: int) -> Plan:
 
 
 def list_stage_kinds(plan: Plan) -> list[tuple[Plan, int]]:
-    """(plan of one rank, number of stages) of each kind of stage.
+    """List (plan of one rank, number of stages) of each kind of stage.
 
     Those of a kind are alike in the layers of their chunks and in being first or last.
     """

@@ -13,11 +13,11 @@ BALANCING_KINDS = (*BALANCING_LOSSES, SINKHORN, "none")
 
 
 def choose_losses(kinds: Iterable[str], coeffs: Iterable[float]) -> tuple[tuple[str, float], ...]:
-    """(kind, coefficient) of each loss that balances experts, without those that have no effect.
+    """Choose the losses that balance experts, without those that have no effect: (kind, coefficient) of each.
 
     Args:
         kinds: Values of --moe-router-load-balancing-type.
-        coeffs: Those of --moe-aux-loss-coeff, one of each kind.
+        coeffs: Values of --moe-aux-loss-coeff, one of each kind.
     """
     return tuple((kind, coeff) for kind, coeff in zip(kinds, coeffs) if kind in BALANCING_LOSSES and coeff)
 
@@ -85,13 +85,15 @@ class LatentShape:
 
     @property
     def query_width(self) -> int:
-        """Of a head's query and key."""
+        """Channels of a head's query and key."""
         return self.qk_head_dim + self.qk_pos_emb_head_dim
 
     @property
     def head_width(self) -> int:
-        """Of what an attention kernel gets for a head: of queries, keys and values the widest, to which others are
-        filled up."""
+        """Channels that an attention kernel gets for each head.
+
+        Queries, keys and values are filled up to the widest of them.
+        """
         return max(self.query_width, self.v_head_dim)
 
 
@@ -246,7 +248,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class RankShape(ModelShape):
-    """What one tensor parallel rank computes of a model."""
+    """Sizes of the part of a model that one tensor parallel rank computes."""
 
     query_group_ranks: int = 1  # that share a query group: each has a part of the rows of its queries, key and value
 
@@ -272,10 +274,14 @@ def _split(shape: ModelShape, ranks: int, context: int, experts: int, expert_ten
 
 
 def recomputed_layers(granularity: str | None, method: str | None, number: int | None, num_layers: int) -> int:
-    """How many of `num_layers` layers, from the first on, are recomputed, by the three --recompute flags.
+    """Count the layers, from the first on, that are recomputed by the three --recompute flags.
 
-    uniform: every layer (Megatron keeps one activation per chunk of --recompute-num-layers; here one per layer, which
-    costs a little more memory and the same time). block: the first --recompute-num-layers layers. selective: none.
+    Args:
+        granularity: full recomputes layers; selective and None recompute none.
+        method: uniform recomputes every layer (Megatron keeps one activation per chunk of --recompute-num-layers; here
+            one per layer, which costs a little more memory and the same time), block the first `number`.
+        number: The value of --recompute-num-layers.
+        num_layers: Layers of the model.
     """
     if granularity != "full":
         return 0

@@ -12,7 +12,7 @@ NSYS_LIBRARIES = ("nsight-systems", "libToolsInjection")
 
 @dataclass(frozen=True)
 class World:
-    """One process of the job. Without a launcher it is the only one."""
+    """A process of the job. Without a launcher it is the only one."""
 
     rank: int = 0
     size: int = 1

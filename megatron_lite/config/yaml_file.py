@@ -83,7 +83,7 @@ def read_yaml(path: str, knobs: dict[str, Flag], names: set[str]) -> tuple[list[
 
 
 def _read_content(path: str) -> tuple[dict[Any, Any] | None, str]:
-    """The groups and settings of a file, or None and why they cannot be read."""
+    """Read the groups and settings of a file: a dict, or None and why it cannot be read."""
     import yaml  # most command lines name no file, and --help and plan are to answer at once
 
     try:

@@ -42,9 +42,15 @@ class ConfigFile:
     def whole(self, key: str, default: int | None, most: int = ...) -> int | None: ...
 
     def whole(self, key: str, default: int | Default | None = Default.REQUIRED, most: int = MAX_WHOLE) -> int | None:
-        """An integer from 1 to `most`, or None where that is the default and the file says null.
+        """Read a whole number from 1 on.
 
-        Raises CheckpointError for any other value.
+        Args:
+            key: The name of the value.
+            default: The value where the file lacks it. Where it is None, null in the file is None, too.
+            most: The largest number that is allowed.
+
+        Raises:
+            CheckpointError: The value is something else.
         """
         value = self.get(key, default)
         if value is None and default is None:
@@ -73,13 +79,28 @@ class ConfigFile:
         return value
 
     def refuse_unless(self, key: str, allowed: tuple[object, ...], why: str) -> None:
-        """CheckpointError if the key is there with another value than those `allowed`."""
+        """Require that a value, if it is there, is one of those that conversion knows.
+
+        Args:
+            key: The name of the value.
+            allowed: Values that are known; the first one is what a file without the key means.
+            why: Words that follow another value in the message.
+
+        Raises:
+            CheckpointError: It is another one.
+        """
         value = self.values.get(key, allowed[0])
         if value not in allowed:
             raise self.wrong(key, value, why)
 
     def wrong(self, key: str, value: object, why: str) -> CheckpointError:
-        """The error for a value that cannot be. why: in words that follow it."""
+        """Make the error for a value that cannot be.
+
+        Args:
+            key: The name of the value.
+            value: The value, of any kind.
+            why: Words that follow it in the message.
+        """
         try:
             shown = json.dumps(value)
         except RecursionError:

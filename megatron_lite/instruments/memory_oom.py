@@ -195,7 +195,13 @@ def read_asked_bytes(error: BaseException) -> int | None:
 
 
 def explain_unrecorded(error: BaseException, rank: int, remedies: list[str]) -> list[str]:
-    """Explain an out-of-memory error of a CPU run without --record-memory-history in two lines."""
+    """Explain an out-of-memory error of a CPU run without --record-memory-history in two lines.
+
+    Args:
+        error: The error.
+        rank: This process's rank.
+        remedies: What would help, a few words each.
+    """
     asked = read_asked_bytes(error)
     memory = read_host_memory()
     words = "" if asked is None else f" {size(asked)} were asked for;"

@@ -170,7 +170,13 @@ def extend_name(path: Path, addition: str) -> Path:
 
 
 def name_snapshot(given: str, rank: int, writers: int) -> Path:
-    """Name this rank's file: --memory-snapshot-path, with _rankN before its ending where several ranks write."""
+    """Name this rank's file, with _rankN before its ending where several ranks write.
+
+    Args:
+        given: The value of --memory-snapshot-path.
+        rank: This process's rank.
+        writers: How many ranks write a file.
+    """
     return Path(given) if writers == 1 else extend_name(Path(given), f"_rank{rank}")
 
 

@@ -69,7 +69,10 @@ class Backend(Protocol):
         """
 
     def choose_losses(self, plan: Plan, kernels: Kernels, tensor: TensorGroup | None) -> Callable[..., Tensor]:
-        """Choose the function that computes the model's losses, as GPT takes it. Runs before the model is built."""
+        """Choose the function that computes the model's losses, as GPT takes it. Runs before the model is built.
+
+        The arguments are those of choose_attention.
+        """
 
     def fill_parameters(self, model: GPT, plan: Plan) -> None:
         """Give parameters that lie on the meta device memory and first values.

@@ -35,6 +35,13 @@ class DataParallel(Replica):
     """The model as one rank calls it, and the gradients that all ranks share afterwards."""
 
     def __init__(self, plan: Plan, model: nn.Module, groups: Groups, backend: Backend):
+        """
+        Args:
+            plan: This rank's plan.
+            model: The rank's part of the model, with its weights.
+            groups: The ranks that share the model.
+            backend: Wraps the model in what averages gradients.
+        """
         super().__init__(plan, model, groups)
         # a launch takes longer than adding a bias; a CPU adds what is in its cache
         on_gpu = plan.device == "cuda"
@@ -318,8 +325,17 @@ def _length(parameter: Tensor) -> int:
 
 
 def replicate(plan: Plan, model: nn.Module, groups: Groups, backend: Backend) -> Replica:
-    """Wrap a model as the plan's ranks train it together: in a DataParallel or, where they shard the model, in a
-    ShardedDataParallel."""
+    """Wrap a model as the plan's ranks train it together.
+
+    Args:
+        plan: This rank's plan.
+        model: The rank's part of the model.
+        groups: The ranks that share the model.
+        backend: Wraps the model in what averages gradients.
+
+    Returns:
+        A ShardedDataParallel where ranks shard the model, else a DataParallel.
+    """
     if plan.sharding is None:
         return DataParallel(plan, model, groups, backend)
     # fully_shard takes a second to import

@@ -209,7 +209,13 @@ _send_with_gradient: Callable[[Tensor, list[int], list[int], dist.ProcessGroup],
 
 
 def choose_exchange(dispatcher: str, layout: Layout, block: dist.ProcessGroup) -> Exchange:
-    """The exchange of --moe-token-dispatcher-type. block: the ranks that together have all experts."""
+    """Choose how ranks exchange tokens.
+
+    Args:
+        dispatcher: The value of --moe-token-dispatcher-type.
+        layout: The layout, as this rank has it.
+        block: The ranks that together have all experts.
+    """
     exchange: Callable[..., Tensor] = gather_tokens if dispatcher == "allgather" else send_tokens
     return partial(exchange, layout, block)
 
@@ -217,7 +223,8 @@ def choose_exchange(dispatcher: str, layout: Layout, block: dist.ProcessGroup) -
 def gather_tokens(layout: Layout, block: dist.ProcessGroup, x_MH: Tensor, routes: Routes, experts: Experts) -> Tensor:
     """An Exchange in which each rank gets all tokens of the block, and takes those of its experts.
 
-    All ranks have as many tokens. What experts give is summed over ranks, and each gets the sums of its own tokens.
+    All ranks have as many tokens. What experts give is summed over ranks, and each gets the sums of its own tokens. The
+    arguments are those of send_tokens.
     """
     number = experts.linear_fc1.experts
     gathered_MH = _gather_with_gradient(x_MH, block)

@@ -167,7 +167,13 @@ def _hash_processor() -> str:
 
 
 def replace_method(module: nn.Module, name: str, function: Callable[..., Tensor]) -> None:
-    """Have one module call `function` instead of its class's method of this name, with the same arguments."""
+    """Have one module call a function instead of its class's method.
+
+    Args:
+        module: The module.
+        name: The method's name.
+        function: Is called with the same arguments.
+    """
     assert callable(getattr(module, name))
     setattr(module, name, function)
 

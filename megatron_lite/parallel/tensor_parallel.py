@@ -44,19 +44,45 @@ class Collectives(Protocol):
     """
 
     def all_gather_into_tensor(self, own: Tensor, ranks: int, group: str, /) -> Tensor:
-        """Begin to join the tensors of all ranks along the first dimension."""
+        """Begin to join the tensors of all ranks along the first dimension.
+
+        Args:
+            own: This rank's tensor, of the same shape on all.
+            ranks: How many ranks there are.
+            group: The name of their group.
+        """
 
     def all_reduce(self, own: Tensor, operation: str, group: str, /) -> Tensor:
-        """Begin to reduce the tensors of all ranks to one, which each rank gets."""
+        """Begin to reduce the tensors of all ranks to one, which each rank gets.
+
+        Args:
+            own: This rank's tensor, of the same shape on all.
+            operation: sum, avg or max.
+            group: The name of the ranks' group.
+        """
 
     def all_reduce_(self, own: Tensor, operation: str, group: str, /) -> Tensor:
-        """Begin the same reduction in place."""
+        """Begin the reduction of all_reduce in place. The arguments are those of all_reduce."""
 
     def reduce_scatter_tensor(self, own: Tensor, operation: str, ranks: int, group: str, /) -> Tensor:
-        """Begin to reduce the tensors of all ranks to one, of which each rank gets its part of the first dimension."""
+        """Begin to reduce the tensors of all ranks to one, of which each rank gets its part of the first dimension.
+
+        Args:
+            own: This rank's tensor, of the same shape on all.
+            operation: sum, avg or max.
+            ranks: How many ranks there are.
+            group: The name of their group.
+        """
 
     def all_to_all_single(self, own: Tensor, coming: list[int], leaving: list[int], group: str, /) -> Tensor:
-        """Begin to exchange rows: `coming` of each rank, for `leaving` to each rank."""
+        """Begin to exchange rows.
+
+        Args:
+            own: This rank's rows, by the rank that they go to.
+            coming: Rows that come from each rank.
+            leaving: Rows that go to each rank.
+            group: The name of the ranks' group.
+        """
 
     def wait_tensor(self, begun: Tensor, /) -> Tensor:
         """Wait until a tensor that one of the others returned holds its values."""

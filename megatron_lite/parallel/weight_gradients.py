@@ -58,7 +58,13 @@ class WeightGradients:
 
 
 def delay_weights(model: GPT, products: Products, later: WeightGradients) -> None:
-    """Have the layers' weights get their gradients from `later`, and all else by these products."""
+    """Have the weights of all layers get their gradients later than all else.
+
+    Args:
+        model: The model, built.
+        products: Compute results and all other gradients.
+        later: Keeps what the weights' gradients are computed from.
+    """
     for layer in model.list_layers():
         attention = layer.self_attention
         mlp = layer.mlp

@@ -199,13 +199,19 @@ def require_shared_load(path: Path, rank: int, names: list[str], group: dist.Pro
 
 
 def require_shape(path: Path, record: CheckpointRecord, shape: ModelShape, vocab_size: int, custom: str | None) -> None:
-    """Raise CheckpointError if the checkpoint holds another model.
+    """Require that a checkpoint holds the run's model.
 
     Another padding of the same vocabulary is the same model, and is logged.
 
     Args:
+        path: The checkpoint, for messages.
+        record: The checkpoint's record.
+        shape: The run's model.
         vocab_size: Entries of the run's tokenizer, before padding.
-        custom: What --model names.
+        custom: The value of --model.
+
+    Raises:
+        CheckpointError: It holds another model.
     """
     model = record.kernels.get("model")
     if (model is None) != (custom is None):
@@ -274,7 +280,16 @@ def warn_of_rotary(path: Path, record: CheckpointRecord, factor: float | None) -
 
 
 def require_optimizer(path: Path, stored: Stored, mine: str) -> None:
-    """Raise CheckpointError if the checkpoint's optimizer is missing or is not `mine`."""
+    """Require that a checkpoint has the state of the run's optimizer.
+
+    Args:
+        path: The checkpoint, for messages.
+        stored: What it holds.
+        mine: The value of --optimizer.
+
+    Raises:
+        CheckpointError: It has none, or another optimizer's.
+    """
     saved = stored.record.optimizer
     if saved is None:
         raise CheckpointError(

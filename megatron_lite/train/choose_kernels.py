@@ -38,11 +38,13 @@ def choose_kernels(plan: Plan) -> Kernels:
 def choose_plan_attention(
     plan: Plan, device: torch.device, kernels: Kernels, pick: Callable[..., Race] | None = None
 ) -> Attend:
-    """The attention kernel for a plan on a device, recomputed in backward if the flags ask for it.
+    """Choose the attention kernel for a plan on a device, recomputed in backward if the flags ask for it.
 
     Args:
-        kernels: Of choose_kernels.
-        pick: See choose_attention.
+        plan: The rank's plan.
+        device: Where the model computes.
+        kernels: The kernels that choose_kernels gives for the plan.
+        pick: A race of kernels, as choose_attention takes it.
     """
     m = plan.args.model
     attend = choose_attention(
@@ -91,10 +93,11 @@ def make_race(device: torch.device, deterministic: bool, is_first: bool) -> Call
 def choose_losses(
     plan: Plan, kernels: Kernels, among: TensorGroup | None = None, eager: bool = False
 ) -> Callable[..., torch.Tensor]:
-    """The function that computes the model's loss, compiled where the plan says so.
+    """Choose the function that computes the model's loss, compiled where the plan says so.
 
     Args:
-        kernels: Of choose_kernels.
+        plan: The rank's plan.
+        kernels: The kernels that choose_kernels gives for the plan.
         among: The ranks that each have a part of the vocabulary.
         eager: Compile nothing. An eager loss holds as many rows of logits in fp32 at a time as suit the device.
     """

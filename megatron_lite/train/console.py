@@ -63,11 +63,14 @@ def iteration_line(
     """Megatron-LM 0.16's line on an interval's steps, field by field.
 
     Args:
-        steps: The interval's. Learning rate and loss scale are the next step's, as Megatron prints them.
-        seconds: Of one iteration.
-        tflops: Of one GPU, in Megatron's count: causal attention. None for unknown, which --log-throughput rules out.
-        left_out: Samples that --iterations-to-skip named.
+        steps: Steps of the interval. Learning rate and loss scale are the next step's, as Megatron prints them.
+        seconds: Seconds of one iteration.
+        tflops: TFLOP/s of one GPU, in Megatron's count: causal attention. None for unknown, with which --log-throughput
+            does not go.
+        train_iters: Iterations of the whole training.
+        watch: Flags of logging.
         others: Losses beside the main one by name, of routers and of further tokens.
+        left_out: Samples that --iterations-to-skip named.
     """
     last = steps[-1]
     loss = _average_loss(steps)
@@ -140,7 +143,13 @@ def perplexity(loss: float) -> float:
 
 
 def memory_line(rank: int, iteration: int, stats: dict[str, int]) -> str:
-    """Megatron-LM's memory line, from torch.cuda.memory_stats()."""
+    """Megatron-LM's line on a rank's memory.
+
+    Args:
+        rank: The rank.
+        iteration: Iterations that are done.
+        stats: torch.cuda.memory_stats() of its GPU.
+    """
     names = {
         "allocated": "allocated_bytes.all.current",
         "max allocated": "allocated_bytes.all.peak",

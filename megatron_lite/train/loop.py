@@ -40,7 +40,13 @@ class Step(Protocol):
         """Called before each iteration: tell whether it is left out."""
 
     def draw(self, batches: Iterator[Tensor], consumed: int, phase: BeginPhase) -> int:
-        """Called instead of a step that is left out: draw its batch, and return its number of samples."""
+        """Called instead of a step that is left out: draw its batch, and return its number of samples.
+
+        Args:
+            batches: The micro-batches of the run.
+            consumed: Samples that were consumed before the step.
+            phase: Opened around the drawing.
+        """
 
     def __call__(self, batches: Iterator[Tensor], consumed: int, phase: BeginPhase) -> StepResult:
         """Called for each other iteration: train on the batch after `consumed` samples."""
@@ -95,7 +101,21 @@ def train(
     exits: Exits,
     instruments: StepObserver,
 ) -> str | None:
-    """Train until iteration `last`; returns why it ended earlier, or None."""
+    """Train until an iteration.
+
+    Args:
+        last: The iteration.
+        progress: What is done so far; it is updated.
+        step: Trains a step.
+        batches: The micro-batches of the run.
+        log: Is told of each step.
+        hooks: What runs between steps, in this order, where it is due.
+        exits: Reasons to end earlier.
+        instruments: Observes steps and phases.
+
+    Returns:
+        Why training ended earlier, or None.
+    """
     while progress.iteration < last:
         if step.leaves_out(progress.iteration + 1):
             with instruments.step(progress.step + 1):

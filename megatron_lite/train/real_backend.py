@@ -31,7 +31,10 @@ class RealBackend:
         self.device = device
 
     def choose_attention(self, plan: Plan, kernels: Kernels, tensor: TensorGroup | None) -> Attend:
-        """Choose the attention kernel, on a GPU the fastest; log which, and by what linear layers multiply."""
+        """Choose the attention kernel, on a GPU the fastest; log which, and by what linear layers multiply.
+
+        The arguments are those of Backend.choose_attention.
+        """
         race = make_race(self.device, plan.args.training.deterministic_mode, plan.world.is_first)
         attend = choose_plan_attention(plan, self.device, kernels, race)
         timed = f" ({attend.timed})" if attend.timed else ""
@@ -43,7 +46,10 @@ class RealBackend:
         return attend
 
     def choose_losses(self, plan: Plan, kernels: Kernels, tensor: TensorGroup | None) -> Callable[..., Tensor]:
-        """Choose the function of the losses, compiled where the plan says so."""
+        """Choose the function of the losses, compiled where the plan says so.
+
+        The arguments are those of Backend.choose_losses.
+        """
         return choose_losses(plan, kernels, tensor)
 
     def fill_parameters(self, model: GPT, plan: Plan) -> None:
@@ -67,7 +73,10 @@ class RealBackend:
         compile_layers(model.list_layers(), plan.args.training.torch_compile_backend, graphs)
 
     def average_gradients(self, model: nn.Module, bucket_mib: float, group: dist.ProcessGroup | None) -> AveragedModel:
-        """Wrap the model in torch's DistributedDataParallel, which leaves experts alone."""
+        """Wrap the model in torch's DistributedDataParallel, which leaves experts alone.
+
+        The arguments are those of Backend.average_gradients.
+        """
         experts = [name for name, _ in model.named_parameters() if is_of_experts(name)]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, experts)
         return DistributedDataParallel(

@@ -163,7 +163,7 @@ class TrainingStep:
         return iteration in self._left_out
 
     def draw(self, batches: Iterator[Tensor], consumed: int, phase: BeginPhase) -> int:
-        """Draw the batch of the step that starts after `consumed` samples, and leave it; returns its samples."""
+        """Draw the batch of a step that is left out; returns its samples. The arguments are those of Step.draw."""
         with phase(Phase.DATA):
             for _ in range(self.plan.micro_batches(consumed)):
                 next(batches)

@@ -118,7 +118,16 @@ class Evaluation:
         self.report(progress, f"iteration {progress.iteration}", "validation")
 
     def report(self, progress: Progress, title: str, which: str) -> float:
-        """Evaluate on the next batches and log the loss; returns it."""
+        """Evaluate on the next batches, and log the loss.
+
+        Args:
+            progress: What is done so far; the consumed samples are counted in it.
+            title: Words before the loss in the log.
+            which: validation or test.
+
+        Returns:
+            The loss of a token, in nats.
+        """
         progress.consumed_valid += self._samples
         passes = self.plan.count_evaluation_passes(self._samples)
         with self.replica.pipeline.take_sequences(self.plan.evaluation_micro_batch):

@@ -144,7 +144,7 @@ class TensorBoard:
         self._writer.close()
 
     def add(self, iteration: int, scalars: dict[str, float], consumed: int | None) -> None:
-        """Draw scalars over iterations, and over samples where their number is given."""
+        """Draw scalars over iterations, and over samples. The arguments are those of Charts.add."""
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, iteration)
             if consumed is not None:
@@ -201,7 +201,7 @@ class WeightsAndBiases:
         self._run.define_metric("*", step_metric="iteration")
 
     def add(self, iteration: int, scalars: dict[str, float], consumed: int | None) -> None:
-        """Log scalars, and samples where their number is given."""
+        """Log scalars, and samples where their number is given. The arguments are those of Charts.add."""
         values: dict[str, object] = {"iteration": iteration, **scalars}
         if consumed is not None:
             values["samples"] = consumed
@@ -261,7 +261,10 @@ class MLflow:
         self._sent_at = time.monotonic()
 
     def add(self, iteration: int, scalars: dict[str, float], consumed: int | None) -> None:
-        """Keep scalars, and samples where their number is given, to be sent with others."""
+        """Keep scalars, and samples where their number is given, to be sent with others.
+
+        The arguments are those of Charts.add.
+        """
         now = int(time.time() * 1000)
         for name, value in scalars.items():
             self._waiting.append(self._make_metric(name, value, now, iteration))
@@ -347,7 +350,13 @@ class Charts:
         self.add(f.iteration, scalars, f.consumed)
 
     def add(self, iteration: int, scalars: Mapping[str, float | None], consumed: int | None = None) -> None:
-        """Draw the scalars that are known: over iterations, and over samples where `consumed` says how many."""
+        """Draw the scalars that are known: over iterations, and over samples.
+
+        Args:
+            iteration: The iteration that they are of.
+            scalars: Values by name; None for an unknown one.
+            consumed: Samples of the training so far; None: nothing is drawn over samples.
+        """
         known = {name: value for name, value in scalars.items() if value is not None}
         if known:
             self._each(lambda tracker: tracker.add(iteration, known, consumed))

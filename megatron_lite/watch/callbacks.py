@@ -80,19 +80,24 @@ class TransformersEvents(ProfiledTraining):
     """The events of transformers.TrainerCallback that concern a profiler."""
 
     def on_train_begin(self, args: object, state: object, control: Control, **others: object) -> None:
+        """Begin to watch. The arguments are those of transformers.TrainerCallback."""
         self.begin()
 
     def on_step_end(self, args: object, state: object, control: Control, **others: object) -> None:
+        """End a step. The arguments are those of transformers.TrainerCallback."""
         self.end_step()
         self._enter_next(control)
 
     def on_evaluate(self, args: object, state: object, control: Control, **others: object) -> None:
+        """Note that an evaluation is over. The arguments are those of transformers.TrainerCallback."""
         self._enter_next(control, evaluated=True)
 
     def on_save(self, args: object, state: object, control: Control, **others: object) -> None:
+        """Note that a checkpoint was saved. The arguments are those of transformers.TrainerCallback."""
         self.enter("")
 
     def on_train_end(self, args: object, state: object, control: Control, **others: object) -> None:
+        """End the watching. The arguments are those of transformers.TrainerCallback."""
         self.end()
 
     def _enter_next(self, control: Control, evaluated: bool = False) -> None:
@@ -139,6 +144,7 @@ class LightningEvents(ProfiledTraining):
         self.end()
 
     def on_exception(self, trainer: LightningTrainer, module: object, exception: BaseException) -> None:
+        """End the watching with an error. The arguments are those of lightning.Callback."""
         self.end(exception)
 
 

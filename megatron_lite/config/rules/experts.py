@@ -1,4 +1,4 @@
-"""What flags of a mixture of experts must satisfy together."""
+"""Rules for the flags of a mixture of experts."""
 
 from collections.abc import Iterator
 
@@ -25,7 +25,7 @@ def expert_rules(args: Args, world: World) -> Iterator[str]:
 
 
 def _check_model(args: Args) -> Iterator[str]:
-    """What a model with experts cannot be."""
+    """A model with experts is a GPT without biases, and has layers for them."""
     e = args.experts
     m = args.model
     number = f"--num-experts {e.num_experts}"

@@ -1,4 +1,4 @@
-"""What flags of latent attention must satisfy together."""
+"""Rules for the flags of latent attention."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""What a model's flags must satisfy together."""
+"""Rules for the flags of a model."""
 
 from collections.abc import Iterator
 
@@ -42,7 +42,7 @@ def _check_heads(m: ModelArgs) -> Iterator[str]:
 
 
 def _check_attention_kernel(args: Args, on_gpu: bool) -> Iterator[str]:
-    """What torch's kernels cannot do whatever the sizes; the rest shows when torch is asked."""
+    """Attention kernels of torch run on some devices and precisions only; the rest shows when torch is asked."""
     m = args.model
     kind = m.attention_backend
     backend = f"--attention-backend {kind}"

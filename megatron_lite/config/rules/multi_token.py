@@ -1,4 +1,4 @@
-"""What flags of multi-token prediction must satisfy together."""
+"""Rules for the flags of multi-token prediction."""
 
 import re
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What flags of ranks, data, logging, checkpoints and profiling must satisfy together."""
+"""Rules for the flags of ranks, data, logging, checkpoints and profiling."""
 
 import math
 from collections.abc import Iterator
@@ -194,7 +194,7 @@ def _list_accounted(p: ParallelArgs) -> list[str]:
 
 
 def _find_wrong_shares(p: ParallelArgs, layers: int) -> str | None:
-    """What is wrong with the flags that share out layers among stages and their chunks; None if they fit together."""
+    """Describe what is wrong with the flags that share out layers among stages and chunks; None if they fit."""
     given = _list_sizes_of_ends(p)
     accounted = _list_accounted(p)
     if p.pipeline_model_parallel_layout is not None:
@@ -243,7 +243,7 @@ def _count_whole_stages(p: ParallelArgs, layers: int) -> list[int]:
 
 
 def _find_wrong_layout(p: ParallelArgs, layers: int) -> str | None:
-    """What is wrong with --pipeline-model-parallel-layout; None if nothing is."""
+    """Describe what is wrong with --pipeline-model-parallel-layout; None if nothing is."""
     stages = p.pipeline_model_parallel_size
     name = f"--pipeline-model-parallel-layout {p.pipeline_model_parallel_layout}"
     others = [flag for flag, number in _list_chunk_flags(p).items() if number is not None]
@@ -273,9 +273,10 @@ def _find_wrong_layout(p: ParallelArgs, layers: int) -> str | None:
 
 
 def _list_batches(training: TrainingArgs, one_pass: int, seq_length: int) -> Iterator[tuple[str, int]]:
-    """(flag, size) of all global batches of a run.
+    """List (flag, size) of all global batches of a run.
 
     Args:
+        training: The flags of training.
         one_pass: Samples of one micro-batch of all data parallel ranks.
         seq_length: Tokens of a sample.
     """
@@ -329,7 +330,7 @@ def _check_batch_of_chunks(args: Args, world: World) -> Iterator[str]:
 
 
 def _check_split_backward(args: Args) -> Iterator[str]:
-    """What does not go with a schedule in which backward is split."""
+    """A schedule in which backward is split wants whole gradients, and layers whose backward is in pieces."""
     p = args.parallel
     no_order = "no order of both is known here in which no stage waits for ever"
     sharded = "sharded gradients are complete only in backward"

@@ -1,4 +1,4 @@
-"""What flags of batch, length, precision, optimizer and schedule must satisfy together."""
+"""Rules for the flags of batch, length, precision, optimizer and schedule."""
 
 import signal
 from collections.abc import Iterator
@@ -155,7 +155,7 @@ def optimizer_rules(args: Args, world: World) -> Iterator[str]:
 
 
 def _check_muon(args: Args) -> Iterator[str]:
-    """What Muon does not go with: it takes whole matrices, in fp32 or bf16, also where ranks share out their rows."""
+    """Muon takes whole matrices, in fp32 or bf16, also where ranks share out their rows."""
     p = args.parallel
     name = "--optimizer muon"
     if args.precision.fp16:

@@ -22,7 +22,10 @@ class AfterTorch:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Called for each module that is imported: lets torch be found as before, and be followed by the watching."""
+        """Let torch be found as before, and be followed by the watching. Called for each module that is imported.
+
+        The arguments are those of importlib.abc.MetaPathFinder.
+        """
         if name != "torch":
             return None
         sys.meta_path.remove(self)

@@ -1,0 +1,103 @@
+"""Public functions with several parameters say what each of them is."""
+
+import ast
+import re
+from collections.abc import Iterator
+
+import pytest
+from support.package_files import PACKAGE, parse_files, place
+from support.paths import REPO
+
+MANY = 3  # parameters: of fewer, names and types say enough
+# Folders whose functions do. The list only grows: document a folder's, then add it.
+DONE = (
+    "checkpoint",
+    "cli",
+    "config",
+    "convert",
+    "cpu_kernels",
+    "data",
+    "instruments",
+    "optim",
+    "parallel",
+    "train",
+    "watch",
+)
+SAME = re.compile(r"arguments(?: and result)? are those of|arguments are \w+'", re.IGNORECASE)
+ENTRY = re.compile(r"^ {4}\*{0,2}(\w+): \S", re.MULTILINE)  # of a parameter in "Args:"
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def list_parameters(function: Function) -> list[str]:
+    """Names of a function's parameters, without self and cls, and those that it ignores."""
+    given = function.args
+    names = [one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    return [name for name in names if name not in ("self", "cls") and not name.startswith("_")]
+
+
+def is_public(function: Function) -> bool:
+    """Whether others call it; an overload has its docstring where its code is."""
+    is_overload = any(ast.unparse(decorator).endswith("overload") for decorator in function.decorator_list)
+    return not is_overload and (function.name == "__init__" or not function.name.startswith("_"))
+
+
+def find_public(tree: ast.AST, owner: ast.ClassDef | None = None) -> Iterator[tuple[Function, ast.ClassDef | None]]:
+    """Public functions, and methods of public classes, with their class."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield from find_public(node, node)
+        if isinstance(node, Function) and is_public(node):
+            yield node, owner
+
+
+def read_arguments(docstring: str) -> set[str]:
+    """Names under "Args:"."""
+    _, found, rest = docstring.partition("Args:\n")
+    section = re.split(r"^\S", rest, maxsplit=1, flags=re.MULTILINE)[0]
+    return set(ENTRY.findall(section)) if found else set()
+
+
+def find_undocumented(tree: ast.AST) -> list[str]:
+    """Public functions of a file that leave a parameter out, as "line: function: parameters"."""
+    wrong = []
+    for function, owner in find_public(tree):
+        names = list_parameters(function)
+        docstring = ast.get_docstring(function) or ""
+        if owner is not None and function.name == "__init__":
+            docstring += "\n\n" + (ast.get_docstring(owner) or "")
+        if len(names) < MANY or SAME.search(docstring):
+            continue
+        missing = [name for name in names if name not in read_arguments(docstring)]
+        if missing:
+            wrong.append(f"{function.lineno}: {function.name}: {', '.join(missing)}")
+    return wrong
+
+
+def test_parameters_are_documented():
+    wrong = [
+        f"{path.relative_to(REPO)}:{line}"
+        for path, tree in parse_files().items()
+        if place(path) in DONE or path.parent == PACKAGE
+        for line in find_undocumented(tree)
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("code", "wrong"),
+    [
+        ("def f(a, b, c):\n  '''Does it.'''", ["1: f: a, b, c"]),
+        ("def f(a, b, c): pass", ["1: f: a, b, c"]),
+        ("def f(a, b, *, c):\n  '''Does it.\n\n  Args:\n      a: One.\n      b: Two,\n          in lines.\n  '''", ["1: f: c"]),
+        ("class A:\n  def __init__(self, a, b, c): pass", ["2: __init__: a, b, c"]),
+        ("def f(a, b): pass", []),
+        ("def f(a, b, _c): pass", []),
+        ("def _f(a, b, c): pass", []),
+        ("class _A:\n  def f(self, a, b, c): pass", []),
+        ("def f(a, b, c):\n  '''Does it. The arguments are those of g.'''", []),
+        ("def f(a, b, c):\n  '''Does it.\n\n  Args:\n      a: One.\n      b: Two.\n      c: Three.\n  '''", []),
+        ("class A:\n  '''Is it.\n\n  Args:\n      a: 1\n      b: 2\n      c: 3\n  '''\n  def __init__(self, a, b, c): pass", []),
+    ],
+)  # fmt: skip
+def test_each_kind_of_function_would_be_seen(code, wrong):
+    assert find_undocumented(ast.parse(code)) == wrong
