@@ -6,7 +6,7 @@ _HOMES = {"Profiler": "megatron_lite.watch.profiler", "analyze": "megatron_lite.
 __all__ = ["Profiler", "analyze"]
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__} has no attribute {name}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -45,7 +45,7 @@ def train(flags: list[str]) -> int:
             raise
         print_lines([f"error: {line}"], sys.stderr)
         return 1
-    return record(run)(flags, RUN_PLANNER)
+    return record(run)(flags, RUN_PLANNER) or 0
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def is_memory_error(error: BaseException) -> bool:
     """Whether memory ran out, also where C code turned that into another error,
     or a thread found no room for its stack."""
     limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
-    seen = error
+    seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, MemoryError) or isinstance(seen, OSError) and seen.errno == errno.ENOMEM:
             return True

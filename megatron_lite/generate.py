@@ -35,7 +35,7 @@ class Generator(GPT):
         self.layer = 0  # whose turn it is to attend
         self.cache: Tensor | None = None  # (layers, 2, B, G, T, D)
 
-    def reset(self, batch: int, length: int):
+    def reset(self, batch: int, length: int) -> None:
         """Make room for so many sequences of at most so many tokens."""
         weight = self.output_weight
         shape = self.shape
@@ -50,7 +50,7 @@ class Generator(GPT):
             logits_BV after the last of them.
         """
         self.layer = 0
-        logits_BV = self(tokens_BT)
+        logits_BV: Tensor = self(tokens_BT)
         self.start += tokens_BT.shape[1]
         return logits_BV
 
@@ -61,7 +61,15 @@ class Generator(GPT):
         last_B1V = super().finish(hidden_BTH[:, -1:], labels_BT)
         return last_B1V[:, 0]
 
-    def _attend(self, q_BNTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask_B1TT, dropout, layer_number) -> Tensor:
+    def _attend(
+        self,
+        q_BNTD: Tensor,
+        k_BGTD: Tensor,
+        v_BGTD: Tensor,
+        mask_B1TT: Tensor | None,
+        dropout: float,
+        layer_number: int,
+    ) -> Tensor:
         assert self.cache is not None
         end = self.start + q_BNTD.shape[2]
         keys, values = self.cache[self.layer]
@@ -85,8 +93,8 @@ def choose_device(cpu: bool) -> str:
 
 
 def load_generator(
-    load: Path, is_hugging_face: bool, step: int | None, device: str, say: Callable
-) -> tuple[Generator, CheckpointRecord, dict]:
+    load: Path, is_hugging_face: bool, step: int | None, device: str, say: Callable[[str], None]
+) -> tuple[Generator, CheckpointRecord, dict[str, object]]:
     """Build a model with the weights of a checkpoint.
 
     Args:
@@ -296,6 +304,6 @@ def _pad_prompts(prompts: Sequence[Sequence[int]], length: int) -> Tensor:
     return tokens_BT
 
 
-def _wait_for(device: torch.device):
+def _wait_for(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -30,7 +30,7 @@ class LiveLine:
         """Whether `draw` would draw now: there is a terminal, and it was not just done."""
         return self._active and time.monotonic() - self._drawn >= SECONDS_BETWEEN
 
-    def draw(self, text: str, lasting: bool = False):
+    def draw(self, text: str, lasting: bool = False) -> None:
         """Replace the line, unless that was just done. lasting: print a line that stays, wherever output goes."""
         if lasting:
             self.wipe()
@@ -48,7 +48,7 @@ class LiveLine:
             _write("\r\033[K")
 
 
-def say(text: str):
+def say(text: str) -> None:
     """Print one or several lines to standard output, at once,
     over whatever this rank or another one has drawn on the terminal."""
     if sys.stderr.isatty():
@@ -56,6 +56,6 @@ def say(text: str):
     print_lines(text.split("\n"))
 
 
-def _write(text: str):
+def _write(text: str) -> None:
     sys.stderr.write(text)
     sys.stderr.flush()

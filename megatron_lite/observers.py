@@ -35,8 +35,13 @@ logger = logging.getLogger(__name__)
 class RunPrediction(Protocol):
     """A prediction of a run before its first step."""
 
-    lines: Sequence[str]  # for the console
-    record: Prediction  # for run.json
+    @property
+    def lines(self) -> Sequence[str]:
+        """Asked for before the first step: what the console shows."""
+
+    @property
+    def record(self) -> Prediction:
+        """Asked for before the first step: what run.json keeps."""
 
 
 @dataclass(frozen=True)

@@ -223,13 +223,13 @@ class _Trial(BoundedUnpickler):
         self._walked = 0
         self._class = type("Call", (_Call,), {"__new__": self._make})
 
-    def _make(self, cls: type, *arguments: Any, **named: Any) -> Any:
+    def _make(self, cls: type[_Call], *arguments: object, **named: object) -> _Call:
         made = object.__new__(cls)
         made.trial = self
         self.count(arguments)
         return made
 
-    def count(self, given: tuple[Any, ...]) -> None:
+    def count(self, given: tuple[object, ...]) -> None:
         """PickleBoundError if all calls together are given too much."""
         self._walked += len(given)
         self._walked += sum(len(part) for part in given if isinstance(part, list | dict | set | frozenset | tuple))

@@ -30,12 +30,12 @@ def choose_process_folder(folder: Path) -> Path:
     return folder
 
 
-def release_process_folder(folder: Path):
+def release_process_folder(folder: Path) -> None:
     """Forget who writes to the folder."""
     (folder / CLAIM_FILE).unlink(missing_ok=True)
 
 
-def _read_owner(text: bytes) -> dict | None:
+def _read_owner(text: bytes) -> dict[str, object] | None:
     try:
         owner = json.loads(text)
     except ValueError:

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import TypedDict
 
 PROC = Path("/proc")
@@ -152,7 +153,7 @@ def memory_kills() -> int | None:
 
 
 @contextlib.contextmanager
-def limit_memory(file_bytes: int, per_byte: int = 4):
+def limit_memory(file_bytes: int, per_byte: int = 4) -> Iterator[None]:
     """MemoryError, or torch's RuntimeError, where reading a file of that size takes more than `per_byte` times as much.
 
     A few bytes of a hostile file can ask for many gigabytes. The kernel limits the process as a whole: its room for
@@ -201,9 +202,9 @@ def interruptible() -> Iterator[None]:
         yield
         return
 
-    def note(number, frame):
+    def note(number: int, frame: FrameType | None) -> None:
         interrupts.append(number)
-        before(number, frame)
+        signal.default_int_handler(number, frame)
 
     signal.signal(signal.SIGINT, note)
     try:

@@ -31,7 +31,7 @@ def refuse_mistakes(argv: list[str]) -> int:
     """
     line = read_command_line(argv)
     files = count_gpu_files()
-    first: UserError | None = None
+    mistakes: list[ConfigError] = []
     try:
         launch = find_launch(os.environ)
         world = read_world(files, 1, {**os.environ, **(launch.variables if launch else {})})
@@ -43,17 +43,18 @@ def refuse_mistakes(argv: list[str]) -> int:
             check(line, replace(world, gpus=gpus))
             return 0
         except ConfigError as error:
-            first = first or error
-    end_with_error(first, world)
-    return first.exit_code
+            mistakes.append(error)
+    end_with_error(mistakes[0], world)
+    return mistakes[0].exit_code
 
 
-def end_with_error(error: UserError, world: World):
+def end_with_error(error: UserError, world: World) -> None:
     """Say it once, although every rank may have the same to say."""
     if not isinstance(error, RanksError):
         if world.local_rank:
             time.sleep(SECONDS_FOR_RANK_0)  # the launcher ends this rank meanwhile, if rank 0 failed likewise
-        return tell_error(error, world)
+        tell_error(error, world)
+        return
     # one rank speaks for all; the rank to blame is to be the first that the launcher sees ending
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # it was ignored until the failure was explained
     if not error.told:
@@ -63,7 +64,7 @@ def end_with_error(error: UserError, world: World):
     write_error_file(error)
 
 
-def tell_error(error: UserError, world: World):
+def tell_error(error: UserError, world: World) -> None:
     """Tell an error to people, if no other rank of this node has told the same, and to torchrun for its summary."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     is_first = True
@@ -78,12 +79,12 @@ def tell_error(error: UserError, world: World):
     write_error_file(error)
 
 
-def _print(error: UserError, world: World):
+def _print(error: UserError, world: World) -> None:
     prefix = f"rank {world.rank}: " if world.local_rank and not isinstance(error, RanksError) else ""
     print_lines([f"{prefix}error: {text}" for text in error.lines], sys.stderr)
 
 
-def write_error_file(error: UserError):
+def write_error_file(error: UserError) -> None:
     """Where torchrun reads why a rank failed."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:

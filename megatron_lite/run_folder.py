@@ -41,7 +41,7 @@ def iteration_of(name: str) -> int | None:
     return int(digits) if digits.isdecimal() and checkpoint_name(int(digits)) == name else None
 
 
-def write_atomically(path: Path, text: str):
+def write_atomically(path: Path, text: str) -> None:
     """All of `text` or the old file: never a half-written one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.partial")  # one name: what a killed process left is replaced
@@ -53,7 +53,7 @@ def write_atomically(path: Path, text: str):
     os.replace(temporary, path)
 
 
-def sync_folder(folder: Path):
+def sync_folder(folder: Path) -> None:
     """Make names that were created or renamed in `folder` survive a power cut."""
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -62,7 +62,7 @@ def sync_folder(folder: Path):
         os.close(handle)
 
 
-def write_run(folder: Path, record: RunRecord):
+def write_run(folder: Path, record: RunRecord) -> None:
     """Replace run.json in a run's folder."""
     write_atomically(folder / RUN_FILE, encode_run(record))
 

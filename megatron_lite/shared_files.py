@@ -162,7 +162,7 @@ def try_lock(path: Path, holder: str = "") -> Iterator[Lock]:
     """
     files = [open_regular(path, os.O_RDWR | os.O_CREAT)]
 
-    def close():
+    def close() -> None:
         while files:
             os.close(files.pop())
 

@@ -12,10 +12,12 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from itertools import islice, pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.autograd.graph import Node
 from torch.profiler import ProfilerAction
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
@@ -27,9 +29,10 @@ MAX_NAMES = 4  # of parameters in a message
 # one training step; seconds
 Step = Callable[[], object]
 Clock = Callable[[], float]
+Batch = TypeVar("Batch")
 
 
-def _require(holds: bool, seen: str, expected: str, cause: str):
+def _require(holds: bool, seen: str, expected: str, cause: str) -> None:
     if not holds:
         raise AssertionError(f"{seen}; expected {expected}. Likely cause: {cause}.")
 
@@ -43,7 +46,7 @@ def _list_names(names: list[str]) -> str:
     return ", ".join(names[:MAX_NAMES]) + more
 
 
-def _synchronize():
+def _synchronize() -> None:
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
 
@@ -51,7 +54,7 @@ def _synchronize():
 # --- model and optimizer
 
 
-def check_first_loss(loss: float | Tensor, vocab_size: int, tolerance: float = 0.1):
+def check_first_loss(loss: float | Tensor, vocab_size: int, tolerance: float = 0.1) -> None:
     """An untrained classifier of `vocab_size` words guesses: its mean loss is near ln(vocab_size).
 
     Args:
@@ -75,7 +78,7 @@ def check_first_loss(loss: float | Tensor, vocab_size: int, tolerance: float = 0
     _require(abs(seen - guess) <= tolerance * guess, f"the first loss is {significant(seen, 4)}", expected, cause)
 
 
-def check_gradients(model: nn.Module, compute_loss: Callable[[], Tensor]):
+def check_gradients(model: nn.Module, compute_loss: Callable[[], Tensor]) -> None:
     """Backward gives every trainable parameter a gradient that is finite and not zero throughout.
 
     Projections that start at zero keep those before them from a gradient: call this after one step then. Gradients that
@@ -105,15 +108,16 @@ def check_gradients(model: nn.Module, compute_loss: Callable[[], Tensor]):
     absent = [name for name, gradient in found.items() if gradient is None]
     cause = "they take no part in the loss: a branch that is not called, or detach() on the way"
     _require(not absent, f"no gradient for {_list_names(absent)}", "one for every trainable parameter", cause)
-    wrong = [name for name, gradient in found.items() if not bool(torch.isfinite(gradient).all())]
+    present = {name: gradient for name, gradient in found.items() if gradient is not None}
+    wrong = [name for name, gradient in present.items() if not bool(torch.isfinite(gradient).all())]
     cause = "overflow in 16 bits, a logarithm or root of 0, or a whole row that is masked in softmax"
     _require(not wrong, f"NaN or Inf in the gradient of {_list_names(wrong)}", "finite gradients", cause)
-    zero = [name for name, gradient in found.items() if not bool(gradient.any())]
+    zero = [name for name, gradient in present.items() if not bool(gradient.any())]
     cause = "a factor of 0, units that are never active, or a projection behind them that starts at zero"
     _require(not zero, f"a gradient of zeros for {_list_names(zero)}", "some that are not", cause)
 
 
-def check_weights_move(model: nn.Module, step: Step):
+def check_weights_move(model: nn.Module, step: Step) -> None:
     """Check that a training step changes every trainable parameter, and no frozen one.
 
     The learning rate must not be 0 in this step, as it is in the first one of some warm-ups, and a loss scale must not
@@ -171,7 +175,7 @@ def check_overfits(step: Callable[[], float | Tensor], steps: int = 100, target:
 
 def check_same_loss(
     compute: Callable[[], Tensor], compute_other: Callable[[], Tensor], rtol: float = 1e-4, atol: float = 1e-4
-):
+) -> None:
     """An optimization (torch.compile, 16 bits, fusion, another layout) leaves the loss as it was. Both see the same
     random numbers.
 
@@ -202,7 +206,7 @@ def check_same_loss(
 # --- data
 
 
-def check_batches_repeat(make_loader: Callable[[int], Iterable], batches: int = 3, seed: int = 1234):
+def check_batches_repeat(make_loader: Callable[[int], Iterable[object]], batches: int = 3, seed: int = 1234) -> None:
     """A loader that is made anew with the same seed gives the same batches.
 
     Args:
@@ -230,7 +234,7 @@ def check_batches_repeat(make_loader: Callable[[int], Iterable], batches: int = 
         _require(same, f"batch {number} differs when seed {seed} is given again", "the same batch", cause)
 
 
-def _copy_batches(loader: Iterable, number: int) -> list[Any]:
+def _copy_batches(loader: Iterable[object], number: int) -> list[object]:
     """Copies of the first batches of a loader, which may fill the same tensors again."""
     return [tree_map(_copy_leaf, batch) for batch in islice(loader, number)]
 
@@ -250,8 +254,8 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 
 def check_data_wait(
-    loader: Iterable,
-    step: Callable[[Any], object],
+    loader: Iterable[Batch],
+    step: Callable[[Batch], object],
     steps: int = 20,
     max_share: float = 0.1,
     clock: Clock = time.perf_counter,
@@ -294,7 +298,7 @@ def check_data_wait(
 # --- memory
 
 
-def check_detached(logged: Any):
+def check_detached(logged: object) -> None:
     """Check that what is kept for logging holds no graph of autograd.
 
     Args:
@@ -309,7 +313,7 @@ def check_detached(logged: Any):
     _require(not found, f"what is logged holds a graph: {_list_names(found)}", "detached tensors or numbers", cause)
 
 
-def check_memory_steady(step: Step, steps: int = 5, warmup: int = 3):
+def check_memory_steady(step: Step, steps: int = 5, warmup: int = 3) -> None:
     """Steps leave no memory behind: neither tensors nor autograd's graph grow from each step to the next.
 
     Args:
@@ -340,7 +344,7 @@ def check_memory_steady(step: Step, steps: int = 5, warmup: int = 3):
 def _measure_live() -> tuple[int, int]:
     """Measure bytes of all tensors, and count the nodes of the graphs that they keep."""
     gc.collect()
-    nodes: set = set()
+    nodes: set[Node] = set()
     waiting = [one.grad_fn for one in _list_tensors() if one.grad_fn is not None]
     while waiting:
         node = waiting.pop()
@@ -366,19 +370,25 @@ def _find_storages() -> dict[int, int]:
 class _PeakOnCPU(TorchDispatchMode):
     """Follows the bytes of all tensors from operation to operation."""
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self) -> None:
+        TorchDispatchMode.__init__(self)
         self._live = _find_storages()
         self._held = self.peak = sum(self._live.values())
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
+    def __torch_dispatch__(
+        self,
+        func: "OpOverload[..., object]",
+        types: Iterable[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
         for one in tree_leaves(result):
             if isinstance(one, Tensor) and one.layout == torch.strided:
                 self._follow(one.untyped_storage())
         return result
 
-    def _follow(self, storage: torch.UntypedStorage):
+    def _follow(self, storage: torch.UntypedStorage) -> None:
         """Count a storage until it is gone."""
         identity = storage._cdata
         if identity in self._live:
@@ -388,7 +398,7 @@ class _PeakOnCPU(TorchDispatchMode):
         self.peak = max(self.peak, self._held)
         weakref.finalize(storage, self._forget, identity)
 
-    def _forget(self, identity: int):
+    def _forget(self, identity: int) -> None:
         self._held -= self._live.pop(identity, 0)
 
 
@@ -455,7 +465,7 @@ def measure_step_seconds(step: Step, warmup: int = 5, repeat: int = 20, clock: C
     return seconds
 
 
-def check_profiler_window(schedule: Callable[[int], ProfilerAction], steps: int, max_recorded: int = 10):
+def check_profiler_window(schedule: Callable[[int], ProfilerAction], steps: int, max_recorded: int = 10) -> None:
     """A profile records a few settled steps: not none, not all, not the first, and warmed up.
 
     Args:

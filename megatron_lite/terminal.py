@@ -6,6 +6,7 @@ import select
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TextIO
 
 CUT_OFF = 141  # exit code: 128 + SIGPIPE
 # Control characters, marks that turn the direction of text, line separators, halves of a letter.
@@ -30,7 +31,7 @@ def escape(text: str, keep_style: bool = False) -> str:
     return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-def print_lines(lines: Sequence[str], stream=None):
+def print_lines(lines: Sequence[str], stream: TextIO | None = None) -> None:
     """Print to standard output, or `stream`, at once; the one way in which commands and trainer print.
 
     Each of `lines` is one line on the screen, so that no foreign text can pretend to be another line of ours.
@@ -42,7 +43,7 @@ def print_lines(lines: Sequence[str], stream=None):
     print(text.encode(encoding, "replace").decode(encoding), file=stream, flush=True)
 
 
-def print_text(text: str):
+def print_text(text: str) -> None:
     """A piece of foreign text on standard output, at once: only its ends of lines and tabs are obeyed."""
     encoding = sys.stdout.encoding or "utf-8"
     safe = "".join(part if part in "\n\t" else escape(part) for part in re.split(r"([\n\t])", text))
@@ -69,9 +70,10 @@ def describe_version() -> str:
     from importlib import metadata  # late: it costs as much as a parser
 
     try:
-        own = re.search(r'^version = "(.+)"', PYPROJECT.read_text(encoding="utf-8"), re.MULTILINE)[1]
+        found = re.search(r'^version = "(.+)"', PYPROJECT.read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:  # installed, not a checkout
-        own = metadata.version("megatron_lite")
+        found = None
+    own = found[1] if found else metadata.version("megatron_lite")
     try:
         torch = f"torch {metadata.version('torch')}"
     except metadata.PackageNotFoundError:

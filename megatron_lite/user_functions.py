@@ -9,13 +9,16 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron_lite.errors import UserError
 from megatron_lite.shared_files import read_foreign
 
+# code of the user, which may say nothing of its types
+UserFunction = Callable[..., Any]
 
-def find_function(flag: str, spelled: str, takes: Sequence[str], by_name: Sequence[str] = ()) -> Callable:
+
+def find_function(flag: str, spelled: str, takes: Sequence[str], by_name: Sequence[str] = ()) -> UserFunction:
     """Find the function that a flag names. A file's code runs once, however often it is asked for.
 
     Args:
@@ -45,15 +48,15 @@ def find_function(flag: str, spelled: str, takes: Sequence[str], by_name: Sequen
             module = importlib.import_module(place)
         except ModuleNotFoundError as error:
             refuse(f"there is no module {error.name}; give FILE.py:FUNCTION, or set PYTHONPATH")
-    function = getattr(module, name, None)
-    if not callable(function):
+    function: UserFunction | None = getattr(module, name, None)
+    if function is None or not callable(function):
         refuse(f"{place} has no function {name}; check its name")
     if why := why_not_callable(function, takes, by_name):
         refuse(why)
     return function
 
 
-def why_not_callable(function: Callable, takes: Sequence[str], by_name: Sequence[str] = ()) -> str:
+def why_not_callable(function: UserFunction, takes: Sequence[str], by_name: Sequence[str] = ()) -> str:
     """Describe why a function cannot be called with some arguments, with the remedy; empty if it can.
 
     Args:

@@ -91,7 +91,9 @@ def _find_flag(objection: str) -> str:
     added = ADDED.search(objection)
     if added:
         return added[1]
-    return FLAG.match(objection)[1]
+    first = FLAG.match(objection)
+    assert first is not None
+    return first[1]
 
 
 def _give_value(command: _Command, flag: str, value: str) -> str:
@@ -108,7 +110,7 @@ def _give_value(command: _Command, flag: str, value: str) -> str:
 def _list_unknown(objections: Sequence[str]) -> list[str]:
     """List the flags of objections that the trainer does not have, each once."""
     known = {spelling for flag in list_flags(Args) for spelling in flag.spellings}
-    flags = [FLAG.match(line)[1] for line in objections]
+    flags = [found[1] for line in objections if (found := FLAG.match(line))]
     return list(dict.fromkeys(flag for flag in flags if flag not in known))
 
 

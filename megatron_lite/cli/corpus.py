@@ -13,6 +13,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
+
 from megatron_lite.cli.parser import Parser
 from megatron_lite.data.indexed_writer import IndexedWriter
 from megatron_lite.data.tokenizers import make_tokenizer
@@ -41,7 +43,24 @@ LEFT_OUT = {
 }
 
 
-def run(argv: list[str]):
+class Wanted(msgspec.Struct, frozen=True):
+    """The request for a corpus, from the command line."""
+
+    name: str  # of its files
+    bpe: int | None  # tokens of its own vocabulary; None: bytes
+    max_mb: float  # megabytes of text at most
+
+
+class Mark(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The contents of corpus.json."""
+
+    wanted: Wanted | None = None
+    complete: bool = False
+    summary: str = ""
+    sizes: dict[str, int] = {}  # bytes by name of file
+
+
+def run(argv: list[str]) -> None:
     """Build the corpus that `argv` asks for, unless it is there already. UserError for a mistake."""
     parser = Parser(
         "make-corpus",
@@ -71,14 +90,14 @@ def run(argv: list[str]):
     if options.max_mb <= 0:
         raise DataError(f"--max-mb {options.max_mb:g}: must be above 0; 8 is usual")
     prefix = Path(options.output_prefix)
-    wanted = {"name": prefix.name, "bpe": options.bpe, "max_mb": options.max_mb}
+    wanted = Wanted(name=prefix.name, bpe=options.bpe, max_mb=options.max_mb)
     mark = _read_mark(prefix)
-    if mark and mark.get("wanted") == wanted and mark.get("complete"):
+    if mark is not None and mark.wanted == wanted and mark.complete:
         sizes = {}
         for path in _list_files(prefix, options.bpe):
             sizes[path.name] = path.stat().st_size if path.is_file() else None
-        if sizes == mark["sizes"]:
-            print_lines([f"corpus: {prefix}_text_document is there already: {mark['summary']}"])
+        if sizes == mark.sizes:
+            print_lines([f"corpus: {prefix}_text_document is there already: {mark.summary}"])
             return
     started = time.monotonic()
     line = LiveLine()
@@ -89,28 +108,28 @@ def run(argv: list[str]):
     print_lines([f"corpus: {prefix}_text_document made in {duration(time.monotonic() - started)}: {summary}"])
 
 
-def _read_mark(prefix: Path) -> dict | None:
+def _read_mark(prefix: Path) -> Mark | None:
     """Read the corpus.json of an earlier call. DataError for a vocabulary or data set of other origin."""
     file = prefix.parent / MARK
     mark = None
     other = None
     try:
-        mark = json.loads(read_foreign(file))
+        mark = msgspec.json.decode(read_foreign(file), type=Mark)
     except (FileNotFoundError, NotADirectoryError):
         foreign = [path for path in _list_files(prefix, 0) if path.exists()]
         other = f"{foreign[0]} exists and is not make-corpus's" if foreign else None
-    except (OSError, ValueError):
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         raise DataError(f"{file}: not readable as JSON; delete it with its folder, or choose another") from None
-    if mark is not None and mark.get("wanted", {}).get("name") != prefix.name:
+    if mark is not None and (mark.wanted is None or mark.wanted.name != prefix.name):
         other = f"{prefix.parent} holds another corpus"
     if other:
         raise DataError(f"--output-prefix {prefix}: {other}; choose another folder")
     return mark
 
 
-def _write_mark(prefix: Path, **mark: object):
+def _write_mark(prefix: Path, mark: Mark) -> None:
     try:
-        write_atomically(prefix.parent / MARK, json.dumps(mark, indent=1) + "\n")
+        write_atomically(prefix.parent / MARK, json.dumps(msgspec.to_builtins(mark), indent=1) + "\n")
     except OSError as error:
         why = f"cannot be written ({error.strerror})"
         raise DataError(f"--output-prefix {prefix}: {why}; choose another folder") from None
@@ -158,13 +177,13 @@ def pieces(text: str) -> Iterator[str]:
         yield "".join(piece)
 
 
-def _build(prefix: Path, wanted: dict, line: LiveLine) -> str:
+def _build(prefix: Path, wanted: Wanted, line: LiveLine) -> str:
     stdlib = Path(sysconfig.get_paths()["stdlib"])
-    bpe = wanted["bpe"]
-    texts = list(library_sources(stdlib, wanted["max_mb"] * MIB))
+    bpe = wanted.bpe
+    texts = list(library_sources(stdlib, wanted.max_mb * MIB))
     if not texts:
         raise DataError(f"{stdlib}: this Python has no .py sources; use another one, or megatron-lite preprocess")
-    _write_mark(prefix, wanted=wanted, complete=False)
+    _write_mark(prefix, Mark(wanted))
     if bpe is None:
         tokenizer = make_tokenizer("ByteTokenizer")
     else:
@@ -175,10 +194,12 @@ def _build(prefix: Path, wanted: dict, line: LiveLine) -> str:
         write_bpe(prefix.parent, *train_bpe(texts, bpe))
         vocab, merges = _list_files(prefix, bpe)[2:]
         tokenizer = make_tokenizer("GPT2BPETokenizer", vocab_file=str(vocab), merge_file=str(merges))
+    end = tokenizer.eod
+    assert end is not None
     text_bytes = 0
     with IndexedWriter(f"{prefix}_text_document", tokenizer.vocab_size) as writer:
         for number, text in enumerate(texts, start=1):
-            writer.add_document([*tokenizer.encode(text), tokenizer.eod])
+            writer.add_document([*tokenizer.encode(text), end])
             text_bytes += len(text.encode("utf-8"))
             line.draw(f"{count(number)} documents, {size(text_bytes)}")
     summary = (
@@ -186,5 +207,5 @@ def _build(prefix: Path, wanted: dict, line: LiveLine) -> str:
         f"{count(writer.written.tokens)} tokens of {count(tokenizer.vocab_size)}"
     )
     sizes = {path.name: path.stat().st_size for path in _list_files(prefix, bpe)}
-    _write_mark(prefix, wanted=wanted, complete=True, summary=summary, sizes=sizes)
+    _write_mark(prefix, Mark(wanted, True, summary, sizes))
     return summary

@@ -76,30 +76,37 @@ SAME_AS_LEGACY = ("GPT2BPETokenizer", "ByteTokenizer", "NullTokenizer")
 class _Answer(argparse.Action):
     """Takes whatever values follow: they mean nothing here. A word on stderr, or an end."""
 
-    def __init__(self, option_strings, dest, answer: str, stops: bool):
+    def __init__(self, option_strings: Sequence[str], dest: str, answer: str, stops: bool) -> None:
         state = "refused" if stops else "no effect"
         super().__init__(option_strings, argparse.SUPPRESS, nargs="*", help=f"{state}: {answer}", metavar="VALUE")
         self._answer = answer
         self._stops = stops
 
-    def __call__(self, parser, namespace, values, option_string=None):
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[str] | None,
+        option_string: str | None = None,
+    ) -> None:
+        option = option_string or ""
         if self._stops:
-            raise UserError(f"{parser.prog} {option_string}: {self._answer}")
-        only = ONLY.get(option_string)
-        if only and values != [only]:
-            given = " ".join((option_string, *values))
+            raise UserError(f"{parser.prog} {option}: {self._answer}")
+        only = ONLY.get(option)
+        words = list(values or ())
+        if only and words != [only]:
+            given = " ".join((option, *words))
             raise UserError(f"{parser.prog} {given}: {self._answer}; give {only}, or leave it out")
-        print_lines([f"  note: {option_string} has no effect here: {self._answer}."], sys.stderr)
+        print_lines([f"  note: {option} has no effect here: {self._answer}."], sys.stderr)
 
 
-def _add_tokenizer_flags(parser: Parser, default_type: str | None, vocab_size_help: str):
+def _add_tokenizer_flags(parser: Parser, default_type: str | None, vocab_size_help: str) -> None:
     """The flags of the trainer that name a tokenizer; build_tokenizer takes their values."""
     add = parser.add_argument
     default = f" [{default_type}]" if default_type else ""
     models = "SentencePiece .model, TikTokenizer's .json, or for HuggingFaceTokenizer a folder or a hub's name"
     special = ("--tokenizer-special-tokens", "--tiktoken-special-tokens")
     special_help = "names of TikTokenizer's first ids; tokens to add to HuggingFaceTokenizer"
-    number = {"type": int, "default": TIKTOKEN_SPECIAL, "metavar": "N"}
     include_help = "keep what a HuggingFaceTokenizer puts around each text, such as <s>"
     add(
         "--tokenizer-type",
@@ -114,7 +121,9 @@ def _add_tokenizer_flags(parser: Parser, default_type: str | None, vocab_size_he
     add("--tiktoken-pattern", choices=("v1", "v2"), help="how TikTokenizer splits text [v2]")
     add(
         "--tiktoken-num-special-tokens",
-        **number,
+        type=int,
+        default=TIKTOKEN_SPECIAL,
+        metavar="N",
         help="TikTokenizer's ids below its first byte [%(default)s]",
     )
     add(*special, nargs="+", metavar="TOKEN", help=special_help)
@@ -130,11 +139,11 @@ class PreprocessLine(LiveLine):
     Rates and the time left are measured from the first report on: an interrupted run may have done much before.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
-        self._first = None
+        self._first: tuple[float, int, int, float] | None = None
 
-    def __call__(self, documents: int, text_bytes: int, share: float):
+    def __call__(self, documents: int, text_bytes: int, share: float) -> None:
         now = (time.monotonic(), documents, text_bytes, share)
         self._first = self._first or now
         seconds, more_documents, more_bytes, more_share = (new - old for new, old in zip(now, self._first))
@@ -145,7 +154,7 @@ class PreprocessLine(LiveLine):
         self.draw(text)
 
 
-def preprocess_files(argv: list[str]):
+def preprocess_files(argv: list[str]) -> None:
     """Tokenize, or merge, as `argv` says and print what was written. UserError for a mistake."""
     argv = _rename_flags(argv)
     options = _preprocess_parser().parse_args(argv)
@@ -169,7 +178,7 @@ def preprocess_files(argv: list[str]):
     started = time.monotonic()
     progress = PreprocessLine()
 
-    def say(line: str):
+    def say(line: str) -> None:
         progress.wipe()
         print_lines([line], sys.stderr)
 
@@ -268,7 +277,7 @@ def _preprocess_parser() -> Parser:
 # --- merge
 
 
-def merge_datasets(argv: list[str]):
+def merge_datasets(argv: list[str]) -> None:
     """Merge as `argv` says and print what was written. UserError for a mistake."""
     parser = Parser("merge", "Joins data sets to one, in the order in which they are named.")
     inputs = parser.add_mutually_exclusive_group(required=True)
@@ -294,7 +303,7 @@ def merge_datasets(argv: list[str]):
     _merge(prefixes, options.output_prefix, "--input")
 
 
-def _merge(inputs: Sequence[str], output_prefix: str, flag: str):
+def _merge(inputs: Sequence[str], output_prefix: str, flag: str) -> None:
     """Merge, with a line that shows how far it is and one for the result. `flag` is the one that named the inputs."""
     started = time.monotonic()
     line = LiveLine()
@@ -310,7 +319,7 @@ def _merge(inputs: Sequence[str], output_prefix: str, flag: str):
 # --- inspect
 
 
-def inspect_datasets(argv: list[str]):
+def inspect_datasets(argv: list[str]) -> None:
     """Print what each data set holds. ConfigError with one line for each that is not sound; the others are shown."""
     parser = Parser("inspect", "Checks data sets and describes them; exit code 2 if one is damaged.")
     parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="data sets, without .bin or .idx")
@@ -347,7 +356,7 @@ def _describe_dataset(found: Inspection, vocab_size: int | None, tokenizer: Toke
     checked = "" if vocab_size is None else f", all below the vocabulary of {count(vocab_size)}"
     lengths = f"{count(found.shortest)} to {count(found.longest)} tokens, median {found.median:,.1f}"
     duplicates = "none"
-    if found.duplicates:
+    if found.duplicate_pair is not None:
         first, second = found.duplicate_pair
         equal = f"{count(found.duplicates)} documents ({found.duplicates / found.documents:.1%}) equal an earlier one"
         duplicates = f"{equal}, as {count(second)} equals {count(first)} (counted from 0)"

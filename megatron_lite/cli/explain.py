@@ -11,7 +11,7 @@ from megatron_lite.errors import UserError
 from megatron_lite.terminal import print_lines
 
 
-def run(argv: list[str]):
+def run(argv: list[str]) -> None:
     """Print the page of a finding's code, or the name of a kernel taken apart; without words all codes."""
     parser = Parser("explain", "Explains a code of the report's findings, or the name of a kernel (in quotes).")
     parser.add_argument("what", nargs="*", metavar="CODE|KERNEL", help="a finding's code or a kernel's name")
@@ -28,8 +28,8 @@ def run(argv: list[str]):
         ]
         width = max(map(len, RULES), default=0)
         lines += [f"  {code:<{width}}  {rule.title}" for code, rule in sorted(RULES.items())]
-    elif words in RULES:
-        lines = [f"{words}: {RULES[words].title}", "", *get_page(words).split("\n")]
+    elif page := get_page(words):
+        lines = [f"{words}: {RULES[words].title}", "", *page.split("\n")]
     # Kernels have no hyphens in their names, and codes nothing else.
     elif near and (re.fullmatch("[a-z0-9]+(-[a-z0-9]+)+", words) or get_kernel_role(words) is Role.OTHER):
         raise UserError(f"megatron-lite explain {words}: no such code; did you mean {near[0]}?")

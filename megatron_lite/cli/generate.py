@@ -2,6 +2,7 @@
 
 import sys
 from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_lite.cli.parser import Parser
@@ -16,7 +17,7 @@ UNFINISHED = "\ufffd"  # a letter of which bytes are missing
 OF_TOKENIZERS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size")
 
 
-def run(argv: list[str]):
+def run(argv: list[str]) -> None:
     """Print each prompt and its continuation. UserError for a mistake."""
     options = _parse(argv)
     # torch takes seconds to import: not for --help and mistakes
@@ -50,7 +51,7 @@ def run(argv: list[str]):
     _note(f"{prefill}, {decode}, {cache}, on the {device}")
 
 
-def _read_tokenizer_flags(folder: Path) -> dict:
+def _read_tokenizer_flags(folder: Path) -> dict[str, object]:
     """Read the flags that name the tokenizer of a Hugging Face folder, with their values."""
     from megatron_lite.convert.tokenizer_files import training_flags
 
@@ -65,11 +66,9 @@ def _encode_prompts(texts: list[str], tokenizer: Tokenizer, vocab_size: int) -> 
     prompts = []
     for text in texts:
         ids = tokenizer.encode(text)
-        if not ids and tokenizer.eod is None:
-            raise UserError(
-                "--prompt: is empty, and the tokenizer has no end-of-text token to begin with; give a prompt."
-            )
-        prompts.append(ids or [tokenizer.eod])
+        if not ids:
+            ids = [_get_first_token(tokenizer)]
+        prompts.append(ids)
     if max(max(ids) for ids in prompts) >= vocab_size:
         raise UserError(
             f"--prompt: has ids of {vocab_size} and above, which the model does not know; check the tokenizer."
@@ -77,7 +76,14 @@ def _encode_prompts(texts: list[str], tokenizer: Tokenizer, vocab_size: int) -> 
     return prompts
 
 
-def _check_length(prompts: list[list[int]], max_new_tokens: int, shape: ModelShape):
+def _get_first_token(tokenizer: Tokenizer) -> int:
+    """The end-of-text token, with which an empty prompt begins. UserError where the tokenizer has none."""
+    if tokenizer.eod is None:
+        raise UserError("--prompt: is empty, and the tokenizer has no end-of-text token to begin with; give a prompt.")
+    return tokenizer.eod
+
+
+def _check_length(prompts: list[list[int]], max_new_tokens: int, shape: ModelShape) -> None:
     """UserError where learned position embeddings end before the longest text does."""
     if shape.position_embedding != "learned_absolute":
         return
@@ -97,12 +103,12 @@ class _Printer:
         self._is_alone = len(texts) == 1
         self._shown = ""
 
-    def begin(self):
+    def begin(self) -> None:
         """Print a single prompt."""
         if self._is_alone:
             print_text(self._texts[0])
 
-    def print_so_far(self, row: int, ids: list[int]):
+    def print_so_far(self, row: int, ids: list[int]) -> None:
         """Print what is new of a single continuation, but for a letter of which bytes are missing."""
         if not self._is_alone:
             return
@@ -111,7 +117,7 @@ class _Printer:
             print_text(text[len(self._shown) :])
             self._shown = text
 
-    def finish(self, continuations: list[list[int]]):
+    def finish(self, continuations: list[list[int]]) -> None:
         """Print the rest of a single continuation, or all prompts with their continuations."""
         if self._is_alone:
             whole = self._tokenizer.decode(continuations[0])
@@ -185,7 +191,7 @@ def _parse(argv: list[str]) -> Namespace:
     return options
 
 
-def _open_tokenizer(options: Namespace, flags: dict) -> Tokenizer:
+def _open_tokenizer(options: Namespace, flags: Mapping[str, object]) -> Tokenizer:
     """Open the tokenizer that the command's own flags name, else the one that the model was trained with."""
     known = {name: flags[name] for name in DEFAULTS.keys() | {"tokenizer_type"} if flags.get(name) is not None}
     given = {name: value for name in OF_TOKENIZERS if (value := getattr(options, name)) is not None}
@@ -194,5 +200,5 @@ def _open_tokenizer(options: Namespace, flags: dict) -> Tokenizer:
     return build_tokenizer(Namespace(**DEFAULTS | {"tokenizer_type": None} | known | given))
 
 
-def _note(text: str):
+def _note(text: str) -> None:
     print_lines([text], sys.stderr)

@@ -18,11 +18,12 @@ from megatron_lite.cli.launcher import (
     SCRIPT_ENDINGS,
     SHELLS,
     Launch,
+    ProcessCounts,
     find_launch,
     split_at_trainer,
 )
 from megatron_lite.cli.text_tools import Toolbox
-from megatron_lite.cli.watched_shell import NOWHERE, Script, Walk, fcntl, go_through
+from megatron_lite.cli.watched_shell import CAN_GO_THROUGH, NOWHERE, Script, Walk, go_through
 from megatron_lite.errors import UserError
 from megatron_lite.shared_files import is_pipe, read_foreign, read_pipe
 
@@ -169,7 +170,7 @@ def _read_exports(options: list[str]) -> dict[str, str]:
 
 def _drop_equal(found: list[_Found]) -> list[_Found]:
     """Launches that differ in the trainer's flags or in their ranks: those on each node, and repetitions, are one."""
-    different = {}
+    different: dict[tuple[tuple[str, ...], ProcessCounts], _Found] = {}
     for one in found:
         launch = find_launch(one.words, one.environment, one.job)
         different.setdefault((launch.flags, launch.ranks), one)
@@ -197,7 +198,7 @@ def read_launch_script(script: str, arguments: list[str], wanted: int = 1, gpus_
     Raises:
         UserError: there is no such command, or no bash.
     """
-    bash = shutil.which("bash") if fcntl else None
+    bash = shutil.which("bash") if CAN_GO_THROUGH else None
     if bash is None:
         raise UserError(f"{script}: there is no bash here to read it; give the trainer's flags themselves.")
     outcome = _search_patiently(bash, script, _read_script(script), arguments, gpus_per_node)

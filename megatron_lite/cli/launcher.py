@@ -85,7 +85,9 @@ def find_launch(words: list[str], environment: Mapping[str, str], job: Job | Non
         environment: the variables that the command would see.
         job: what the script asks of the batch system.
     """
-    before, flags = split_at_trainer(words)
+    parts = split_at_trainer(words)
+    assert parts is not None  # as Args says
+    before, flags = parts
     own = dict(word.split("=", 1) for word in before if ASSIGNMENT.match(word))
     under_nsys = any(_name_program(word) == "nsys" for word in before)
     return Launch(tuple(flags), _count_ranks(before, job or Job()), {**environment, **own}, under_nsys)

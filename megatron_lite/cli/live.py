@@ -1,6 +1,7 @@
 """`megatron-lite live` follows a run that goes on in a terminal, by what it writes into its folder."""
 
 import contextlib
+import io
 import os
 import shlex
 import sys
@@ -36,12 +37,12 @@ class Follower:
 
         self._folder = folder
         self._lines = StepLines(folder / STEPS_FILE)
-        self._seen: tuple = ()  # the status, and what the files looked like
+        self._seen: tuple[object, ...] = ()  # the status, and what the files looked like
         self._sign = time.monotonic()
         self.view: View | None = None
 
-    def look(self):
-        """Read what is new. UserError where nothing of a run can be read."""
+    def look(self) -> "View":
+        """Read what is new, and return the newest view. UserError where nothing of a run can be read."""
         from megatron_lite.analysis.run.read import read_run
         from megatron_lite.analysis.run.read_record import read_record
         from megatron_lite.cli.live_view import build_view
@@ -53,14 +54,15 @@ class Follower:
         record, _ = read_record(self._folder)
         status = record.status if record is not None else None
         seen = (status, *((one.st_ino, one.st_size, one.st_mtime_ns) for one in stats))
-        if seen == self._seen:
-            return
+        if self.view is not None and seen == self._seen:
+            return self.view
         # what was written before is as old as it says, unless another machine's clock is ahead
         now = time.time()
         age_s = 0.0 if self._seen else now - max((one.st_mtime for one in stats), default=now)
         self._seen = seen
         self._sign = time.monotonic() - max(age_s, 0.0)
         self.view = build_view(read_run(self._folder, self._lines), self._lines.read_ranks(recent=True))
+        return self.view
 
     @property
     def silent_s(self) -> float:
@@ -94,20 +96,21 @@ def run(argv: list[str]) -> int:
         raise UserError(f"megatron-lite live {folder}: {why_not}.")
     if not options.silence > 0:
         raise UserError(f"--silence {options.silence:g}: must be above 0.")
-    with contextlib.suppress(AttributeError):  # of a notebook's stream
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a notebook's stream is none
         sys.stdout.reconfigure(errors="replace")
     follower = Follower(folder)
     if options.once:
-        follower.look()
-        _print_view(follower.view)
-        return _judge(follower.view.status) or 0
+        view = follower.look()
+        _print_view(view)
+        return _judge(view.status) or 0
     code = _follow(follower, folder, options.silence)
-    if follower.view:
-        _print_view(follower.view)
-    if code == SILENT:
+    last = follower.view
+    if last is not None:
+        _print_view(last)
+    if last is None or code == SILENT:
         end = f"the run has written nothing for {duration(follower.silent_s)}"
     else:
-        end = f"the run has ended: {follower.view.status.partition(':')[0]}"
+        end = f"the run has ended: {last.status.partition(':')[0]}"
     print_lines([f"live: {end}"])
     return code
 
@@ -223,11 +226,11 @@ def _follow(follower: Follower, folder: Path, silence_s: float) -> int:
                 code = _judge(view.status)
             if code is not None:
                 return code
-            if screen:
-                screen.update(
-                    draw_view(view, _describe_silence(follower), console, console.height) if view else waiting,
-                    refresh=True,
-                )
+            if screen and view:
+                silence = _describe_silence(view, follower.silent_s)
+                screen.update(draw_view(view, silence, console, console.height), refresh=True)
+            elif screen:
+                screen.update(waiting, refresh=True)
             elif time.monotonic() - printed >= LINE_S:
                 printed = time.monotonic()
                 print_lines([describe_newest(view) if view else waiting])
@@ -241,15 +244,14 @@ def _judge(status: str) -> int | None:
     return FAILED if status.startswith(("failed", "killed", "interrupted")) else 0
 
 
-def _describe_silence(follower: Follower) -> str:
+def _describe_silence(view: "View", silent_s: float) -> str:
     """Describe how long the run has written nothing; '' for as long as a step may take."""
-    silent_s = follower.silent_s
-    if silent_s < max(MIN_SHOWN_S, STEPS_SHOWN * follower.view.slowest_ms / 1000):
+    if silent_s < max(MIN_SHOWN_S, STEPS_SHOWN * view.slowest_ms / 1000):
         return ""
     return f"the run has written nothing for {duration(silent_s)}: it saves, evaluates, waits or hangs"
 
 
-def _print_view(view: "View"):
+def _print_view(view: "View") -> None:
     """Print a view on standard output, with the characters that it can show."""
     from rich.console import Console
 

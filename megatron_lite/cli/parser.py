@@ -2,7 +2,9 @@
 
 import argparse
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from megatron_lite.errors import UserError
 from megatron_lite.terminal import describe_version, print_lines
@@ -21,14 +23,20 @@ class Parser(argparse.ArgumentParser):
             help="show the version and exit",
         )
 
-    def error(self, message: str):
+    def error(self, message: str) -> NoReturn:
         raise UserError(f"{self.prog}: {message}; --help shows its options")
 
 
 class _Version(argparse.Action):
     """Finds the versions out only where they are asked for."""
 
-    def __call__(self, parser, namespace, values, option_string=None):
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[str] | None,
+        option_string: str | None = None,
+    ) -> None:
         print_lines([describe_version()])
         parser.exit()
 
@@ -54,7 +62,7 @@ def write_text(flag: str, path: str | Path, text: str) -> str:
     return f"written: {path}"
 
 
-def write_json(path: str | None, content: dict) -> list[str]:
+def write_json(path: str | None, content: Mapping[str, object]) -> list[str]:
     """Write the file that --json asks for. Returns an empty line and the line that names it; nothing where it was not
     given."""
     return ["", write_text("--json", path, json.dumps(content, indent=1, allow_nan=False) + "\n")] if path else []

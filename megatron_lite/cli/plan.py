@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TextIO
 
 from megatron_lite.cli.launcher import split_at_trainer
 from megatron_lite.cli.parser import Parser, write_json, write_text
@@ -36,7 +37,7 @@ MAX_UNASKED_S = 10  # of a walk that nobody asked for
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def run(argv: list[str]):
+def run(argv: list[str]) -> None:
     """Print what the launch command behind plan's options would need. UserError for mistakes."""
     options, words = _read_options(argv)
     found = planned_run(words, options.gpus, options.launch, _list_dropped(options), shlex.split(options.add or ""))
@@ -50,8 +51,9 @@ def run(argv: list[str]):
     else:
         report = _predict(options, words, found, processors)
     if options.exact and report.search and report.search.fitting:
-        report = dataclasses.replace(report, fastest=_walk_fastest(report.search, None))
-        memory_lines = _judge_fastest(report.search, report.fastest)
+        fastest = _walk_fastest(report.search, None)
+        memory_lines = _judge_fastest(report.search, fastest)
+        report = dataclasses.replace(report, fastest=fastest)
     written = _write_files(options, report)
     print_lines([*plan_lines(report, style, options.why), *memory_lines, *written])
     if _is_checked_unasked(options, report) and can_walk_unasked(sys.stdout):
@@ -94,7 +96,7 @@ def _walk(
     return report, lines
 
 
-def _check_writable(path: Path):
+def _check_writable(path: Path) -> None:
     """UserError where --snapshot cannot be written: before seconds are spent."""
     existed = path.exists()
     try:
@@ -211,7 +213,7 @@ def _list_dropped(options: argparse.Namespace) -> list[str]:
     return [name for name in names if name]
 
 
-def _check(options: argparse.Namespace, rest: list[str]):
+def _check(options: argparse.Namespace, rest: list[str]) -> None:
     if not rest:
         nothing = "no launch command; give SCRIPT.sh with its arguments, or the trainer's flags."
         raise UserError(f"megatron-lite plan: {nothing}")
@@ -320,7 +322,7 @@ def _search(plan: Plan, processor: Processor, margin: float) -> Search:
 # --- the check of an estimate
 
 
-def can_walk_unasked(stream) -> bool:
+def can_walk_unasked(stream: TextIO) -> bool:
     """Whether somebody looks on, and torch is installed. Nothing is imported."""
     return stream.isatty() and importlib.util.find_spec("torch") is not None
 

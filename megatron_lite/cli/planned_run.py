@@ -250,12 +250,15 @@ def _plan_launch(launch: Launch, world: World, script: str, gpus: int | None, fp
 def _assume_data(data: DataArgs) -> DataArgs:
     """The data's flags as if all files were there: those that are not here, or not named yet, decide neither memory
     nor speed."""
-    lists = ("data_args_path", "per_split_data_args_path")
-    missing = [name for name in lists if not Path(getattr(data, name) or "").exists()]
-    here = replace(data, **dict.fromkeys(missing))
+    here = replace(
+        data,
+        data_args_path=_drop_missing(data.data_args_path),
+        per_split_data_args_path=_drop_missing(data.per_split_data_args_path),
+    )
     sources = (
         "data_path",
-        *lists,
+        "data_args_path",
+        "per_split_data_args_path",
         "train_data_path",
         "valid_data_path",
         "test_data_path",
@@ -269,6 +272,10 @@ def _assume_data(data: DataArgs) -> DataArgs:
         vocab_file=data.vocab_file or "to be named",
         merge_file=data.merge_file or "to be named",
     )
+
+
+def _drop_missing(path: str | None) -> str | None:
+    return path if path is not None and Path(path).exists() else None
 
 
 def _describe_stage(stage: Stage) -> str:
@@ -295,7 +302,7 @@ def planned_vocabulary(data: DataArgs, padded: int | None) -> tuple[int, list[st
     known = data.vocab_size or padded
     if kind == "GPT2BPETokenizer":
         return _count_gpt2_vocabulary(data.vocab_file, known)
-    has_model = bool(data.tokenizer_model) and Path(data.tokenizer_model).exists()
+    has_model = _drop_missing(data.tokenizer_model) is not None
     if kind in ("NullTokenizer", "ByteTokenizer") or has_model:
         return build_tokenizer(data).vocab_size, []
     model = f"--tokenizer-model {data.tokenizer_model}"
@@ -324,13 +331,13 @@ def _count_gpt2_vocabulary(file: str | None, known: int | None) -> tuple[int, li
 
 def _find_known_size(kind: str, model: str) -> tuple[str, int] | None:
     """Find the words for a tokenizer and its size, by its name, else by its type; None for one that nobody knows."""
-    for pattern, name, size, counts, _ in _list_known_sizes():
+    for pattern, name, rows, counts, _ in _list_known_sizes():
         if not re.search(pattern, model.lower()):
             continue
-        words = f"{name}'s table of the published model, of {int(size):,} rows"
+        words = f"{name}'s table of the published model, of {int(rows):,} rows"
         if counts == "tokens":
-            words = f"{name}'s vocabulary of {int(size):,}"
-        return words, int(size)
+            words = f"{name}'s vocabulary of {int(rows):,}"
+        return words, int(rows)
     if kind in SIZES_BY_TYPE:
         whose, size = SIZES_BY_TYPE[kind]
         return f"{whose} vocabulary of {size:,}", size

@@ -6,13 +6,19 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_lite.cli.parser import Parser, write_json, write_text
 from megatron_lite.errors import UserError
 from megatron_lite.formats.file_names import REPORT_FILE, REPORT_PAGE, RUN_FILE
 from megatron_lite.live_line import LiveLine
 from megatron_lite.terminal import print_lines
+
+if TYPE_CHECKING:
+    from megatron_lite.analysis.compare.limits import Judged
+    from megatron_lite.analysis.report import Report
 
 COMPARISON_FILE = "comparison.html"
 RANKS_SUFFIX = ".ranks.jsonl"  # report.ranks.jsonl: details of many ranks, which report.json leaves out
@@ -22,7 +28,7 @@ FAILED = 1  # exit code of audit --strict and of compare --fail-if, as of any ch
 UNCLEAR = 3  # of compare --fail-if, where the noise is too large to tell
 
 
-def _analyze(*groups: list[str]) -> list:
+def _analyze(*groups: list[str]) -> "list[Report]":
     """A report for each group of paths."""
     from megatron_lite.analysis.analyze import analyze  # numpy and all the rest: not for --help or a typing mistake
 
@@ -42,7 +48,7 @@ def _open_baseline(path: Path, folder: str) -> Path:
     return unpack_baseline(path, Path(tempfile.mkdtemp(dir=folder))) or path
 
 
-def run(argv: list[str]):
+def run(argv: list[str]) -> None:
     """Print the report and write the files that `argv` asks for. UserError for a mistake."""
     parser = Parser(
         "report",
@@ -78,7 +84,7 @@ def run(argv: list[str]):
     print_lines([*terminal_lines(report, get_style(sys.stdout), options.all), "", *written])
 
 
-def _write_files(report, options: argparse.Namespace) -> list[str]:
+def _write_files(report: "Report", options: argparse.Namespace) -> list[str]:
     """Write the page, the numbers and the baseline. Returns lines that name them."""
     from megatron_lite.report.html import html_page
     from megatron_lite.report.json_file import json_text, ranks_text
@@ -116,7 +122,7 @@ def _choose_folder(paths: list[str]) -> Path:
     return Path()
 
 
-def _write_file(flag: str, path: Path, text: str, is_asked: bool, done: list[str], failed: list[str]):
+def _write_file(flag: str, path: Path, text: str, is_asked: bool, done: list[str], failed: list[str]) -> None:
     """Write a file of a report, and add it to those that are done or failed. UserError for one that was asked for.
 
     Args:
@@ -139,7 +145,7 @@ def _write_file(flag: str, path: Path, text: str, is_asked: bool, done: list[str
         failed.append(f"{why}; --html FILE and --json FILE name other places")
 
 
-def _write_baseline(report, path: str) -> str:
+def _write_baseline(report: "Report", path: str) -> str:
     """Write what `compare` needs of the run. Returns the line that says so; UserError without typical steps."""
     from megatron_lite.analysis.run.baseline import make_baseline
 
@@ -206,8 +212,8 @@ def compare_runs(argv: list[str]) -> int:
             "",
             write_text("--html", page, comparison_page(found, judged, a.facts, b.facts)),
         ]
-    if options.open:
-        written.append(_open_page(Path(page)))
+        if options.open:
+            written.append(_open_page(Path(page)))
     if options.markdown:
         text = "\n".join(markdown_lines(found, judged)) + "\n"
         written += ["", write_text("--markdown", options.markdown, text)]
@@ -216,7 +222,7 @@ def compare_runs(argv: list[str]) -> int:
     return _choose_exit_code(judged)
 
 
-def _choose_exit_code(judged: list) -> int:
+def _choose_exit_code(judged: "Sequence[Judged]") -> int:
     """Choose the exit code for limits with their outcome: an exceeded one counts before one that noise hides."""
     from megatron_lite.analysis.compare.limits import Outcome
 

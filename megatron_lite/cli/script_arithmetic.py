@@ -6,7 +6,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 
-OPERATORS: dict[type, Callable] = {
+OPERATORS: dict[type[ast.operator], Callable[[float, float], object]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -15,7 +15,7 @@ OPERATORS: dict[type, Callable] = {
     ast.Mod: operator.mod,
     ast.Pow: lambda base, exponent: _calculate_power(base, exponent),
 }
-FUNCTIONS: dict[str, Callable] = {
+FUNCTIONS: dict[str, Callable[..., object]] = {
     "int": int,
     "float": float,
     "round": round,
@@ -70,7 +70,7 @@ def _evaluate(node: ast.expr, names: Mapping[str, object], arguments: list[str])
     if isinstance(node, ast.Name):
         return names[node.id]
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return _check_number(operator.neg(inner(node.operand)))
+        return -_check_number(inner(node.operand))
     if isinstance(node, ast.BinOp):
         left = _check_number(inner(node.left))
         right = _check_number(inner(node.right))
@@ -95,7 +95,7 @@ def _format(value: object, specification: str) -> str:
     return format(value, specification)
 
 
-def _calculate_power(base: float, exponent: float) -> float:
+def _calculate_power(base: float, exponent: float) -> object:
     if abs(exponent) > MAX_EXPONENT:
         raise ValueError
     return operator.pow(base, exponent)

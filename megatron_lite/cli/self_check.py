@@ -133,7 +133,7 @@ def _give_to_one_rank(args: Args, tensor: int) -> Args:
     )
 
 
-def _train(flags: list[str], ranks: int, environment: Mapping[str, str], title: str):
+def _train(flags: list[str], ranks: int, environment: Mapping[str, str], title: str) -> None:
     """UserError with the trainer's own last lines where it fails."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
     done = subprocess.run(

@@ -241,9 +241,11 @@ class Toolbox:
         return os.devnull if is_odd else word
 
 
-def _listen(process: subprocess.Popen) -> Answer | None:
+def _listen(process: subprocess.Popen[bytes]) -> Answer | None:
     """Read what the process prints, and its exit code; None for one that takes long, prints much or fails."""
     printed = b""
+    assert process.stdout is not None
+    output = process.stdout.fileno()
     deadline = time.monotonic() + SECONDS
     with suppress(ImportError, OSError, AttributeError):
         import resource
@@ -251,9 +253,9 @@ def _listen(process: subprocess.Popen) -> Answer | None:
         resource.prlimit(process.pid, resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     try:
         while (left := deadline - time.monotonic()) > 0 and len(printed) <= MAX_ANSWER:
-            if not select.select([process.stdout], [], [], left)[0]:
+            if not select.select([output], [], [], left)[0]:
                 return None
-            new = os.read(process.stdout.fileno(), MAX_ANSWER)
+            new = os.read(output, MAX_ANSWER)
             printed += new
             if not new:
                 code = process.wait(max(left, 0))
@@ -470,12 +472,16 @@ def _python(box: Toolbox, arguments: list[str], folder: str, text: str) -> Answe
         return LEFT_OUT
 
 
-MADE: dict[str, Callable[[Toolbox, list[str], str, str], Answer | None]] = {
+# (box, arguments, folder, standard input) -> what the program would print
+Tool = Callable[[Toolbox, list[str], str, str], Answer | None]
+WRAPPED: dict[str, Tool] = {name: partial(_wrap, name=name) for name in WRAPPERS}
+MADE: dict[str, Tool] = {
     "cat": _cat, "tee": _tee, "touch": _touch, "scontrol": _scontrol, "hostname": _hostname, "nvidia-smi": _count_gpus,
     "rocm-smi": lambda *given: LEFT_OUT, "nproc": lambda *given: LEFT_OUT, "mktemp": _mktemp, "python": _python,
     "python3": _python, "mkdir": _mkdir, "nodeset": _nodeset, "xargs": _xargs, "getent": _getent, "shuf": _shuf,
     "whoami": lambda *given: Answer("user\n"), "id": _id, "uname": _uname, "envsubst": _envsubst,
     "uuidgen": lambda *given: Answer("00000000-0000-0000-0000-000000000000\n"),
-} | {name: partial(_wrap, name=name) for name in WRAPPERS}  # fmt: skip
+    **WRAPPED,
+}  # fmt: skip
 # What is answered at all: by a reader of this machine, or here.
 TOOLS = tuple(sorted([*READERS, *MADE]))

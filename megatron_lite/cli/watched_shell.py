@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
 
@@ -17,11 +18,8 @@ from megatron_lite.cli.launcher import SCRIPT_ENDINGS
 from megatron_lite.cli.text_tools import TOOLS, Answer, Toolbox
 from megatron_lite.errors import UserError
 
-try:
-    import fcntl
-except ImportError:  # not on Windows, where a script is refused
-    fcntl = None
-
+# not on Windows, where a script is refused
+CAN_GO_THROUGH = find_spec("fcntl") is not None
 PROLOGUE = Path(__file__).with_name("watched_shell.bash")
 MAX_COMMANDS = 2000  # scripts have hundreds
 MAX_MEMORY_KIB = 2**18
@@ -136,7 +134,7 @@ def adapt(text: str) -> str:
     return READ_FILE.sub(r'\1 <"$(__ask place \2)"', text)
 
 
-def _redirect(found: re.Match) -> str:
+def _redirect(found: re.Match[str]) -> str:
     source = found[2]
     if source:
         return f' <"$(__ask place {source})"'
@@ -177,9 +175,10 @@ def go_through(bash: str, script: Script, toolbox: Toolbox, all_given: bool = Fa
         os.close(held)
         os.close(descriptors["__question"])
         channel = _Channel(toolbox, question.out, reply.into)
-        with shell.stdout:
+        assert shell.stdout is not None
+        with shell.stdout as output:
             try:
-                said, waits = _listen(shell, alive.out, channel, record)
+                said, waits = _listen(shell, output.fileno(), alive.out, channel, record)
             finally:
                 _end_session(shell)
         record.seek(0)
@@ -187,7 +186,7 @@ def go_through(bash: str, script: Script, toolbox: Toolbox, all_given: bool = Fa
         return Walk(commands, said.decode("utf-8", "replace"), None if waits else shell.wait())
 
 
-def _start(bash: str, script: Script, prologue: str, descriptors: tuple[int, ...]) -> subprocess.Popen:
+def _start(bash: str, script: Script, prologue: str, descriptors: tuple[int, ...]) -> subprocess.Popen[bytes]:
     """Start the shell in a session of its own. UserError for a script that cannot be given to it.
 
     Args:
@@ -235,26 +234,28 @@ def _write_prologue(descriptors: dict[str, int], all_given: bool) -> str:
 class _Pipe:
     """Two ends, closed when the block ends."""
 
-    def __enter__(self):
+    def __enter__(self) -> "_Pipe":  # noqa: PYI034 - Self came with Python 3.11
         self.out, self.into = os.pipe()
         self._open = {self.out, self.into}
         return self
 
-    def close_into(self):
+    def close_into(self) -> None:
         """Close the end that is written to, so that the other one ends with the last process that holds it."""
         self._open.discard(self.into)
         os.close(self.into)
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: object) -> None:
         for end in self._open:
             os.close(end)
 
 
 def _raise(stack: ExitStack, descriptor: int) -> int:
     """The same open file under a number that no script uses for a file of its own."""
+    import fcntl
+
     number = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, MIN_DESCRIPTOR)
 
-    def close():
+    def close() -> None:
         with suppress(OSError):
             os.close(number)
 
@@ -273,12 +274,13 @@ def _read_commands(record: bytes) -> Iterator[tuple[list[str], dict[str, str]]]:
             yield words, dict(variable.partition("=")[::2] for variable in variables)
 
 
-def _listen(shell: subprocess.Popen, alive: int, channel: _Channel, record: IO[bytes]) -> tuple[bytes, bool]:
+def _listen(
+    shell: subprocess.Popen[bytes], out: int, alive: int, channel: _Channel, record: IO[bytes]
+) -> tuple[bytes, bool]:
     """Read what the script prints to its end, and whether the shell itself still waits for something. Jobs in the
     background have until SECONDS_FOR_JOBS after it. alive: the end of a pipe that closes with the last process."""
     said = b""
     deadline = time.monotonic() + SECONDS
-    out = shell.stdout.fileno()
     running = {out, alive, channel.question}
     was_found = False
     while alive in running and (left := deadline - time.monotonic()) > 0:
@@ -300,7 +302,7 @@ def _listen(shell: subprocess.Popen, alive: int, channel: _Channel, record: IO[b
     return said, shell.poll() is None
 
 
-def _end_session(shell: subprocess.Popen):
+def _end_session(shell: subprocess.Popen[bytes]) -> None:
     """End all processes that the script has started: its process group, and where /proc shows it those of `set -m`."""
     with suppress(ProcessLookupError):
         os.killpg(shell.pid, signal.SIGKILL)

@@ -114,7 +114,7 @@ def build_variant(plan: Plan, processor: Processor | None = None, **changes: Any
     return Variant(changed.plan, changed.add, changed.drop, memory, time)
 
 
-def predict_peak(plan: Plan, **changes: Any) -> int:
+def predict_peak(plan: Plan, /, **changes: Any) -> int:
     """Peak bytes of a rank with these fields of Args changed.
 
     Raises:

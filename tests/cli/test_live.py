@@ -195,14 +195,14 @@ def test_a_run_that_gives_no_sign_is_left(tmp_path, hasty, capsys):
     for name in os.listdir(write_run(tmp_path, record=elsewhere)):
         os.utime(tmp_path / name, (time.time() - 3600,) * 2)
     follower = live.Follower(tmp_path)
-    follower.look()
-    assert "the run has written nothing for 1h" in live._describe_silence(follower)
+    view = follower.look()
+    assert "the run has written nothing for 1h" in live._describe_silence(view, follower.silent_s)
     assert main(["live", str(tmp_path), "--silence", "3000"]) == live.SILENT
     assert "live: the run has written nothing for 1h00m" in capsys.readouterr().out
     with open(tmp_path / "steps.jsonl", "a") as file:
         file.write(json.dumps(step(101)) + "\n")
-    follower.look()
-    assert follower.view.iteration == 101 and live._describe_silence(follower) == ""
+    view = follower.look()
+    assert view.iteration == 101 and live._describe_silence(view, follower.silent_s) == ""
 
 
 def test_a_folder_without_a_run_is_waited_for(tmp_path, hasty, capsys):

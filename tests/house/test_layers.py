@@ -379,7 +379,7 @@ def test_layout_is_the_formatters_and_the_linter_has_nothing_to_say(words):
 
 
 def test_types_are_sound_where_they_are_checked():
-    """The folders that pyproject.toml names for mypy."""
+    """The whole package, strictly."""
     if tuple(map(int, version("numpy").split(".")[:2])) < MIN_NUMPY:
         pytest.skip("the types of this numpy know too little of shapes")
     done = subprocess.run(
