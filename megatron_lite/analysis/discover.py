@@ -268,15 +268,14 @@ def find_artefacts(run_folder: Path) -> list[Path]:
         started, ended = _to_seconds(record.started), _to_seconds(record.ended)
     except ValueError:
         return []
-    watch, profile = (record.plan.args.get(group, {}) for group in ("watch", "profile"))
-    snapshot = profile.get("memory_snapshot_path")
-    patterns = [(watch.get("tensorboard_dir"), "*.pt.trace.json*")]
-    if profile.get("record_memory_history") and isinstance(snapshot, str):
-        name = Path(snapshot)
+    settings = record.plan.settings
+    patterns = [(settings.tensorboard_dir, "*.pt.trace.json*")]
+    if settings.record_memory_history and settings.memory_snapshot_path is not None:
+        name = Path(settings.memory_snapshot_path)
         patterns.append((str(name.parent), f"{name.stem}*{name.suffix}"))
     found = set()
     for written, pattern in patterns:
-        if isinstance(written, str) and "\0" not in written:
+        if written is not None and "\0" not in written:
             # the run was perhaps started elsewhere
             for folder in (Path(written), run_folder / written, run_folder.parent / written):
                 found |= set(folder.glob(pattern)) if folder.is_dir() else set()

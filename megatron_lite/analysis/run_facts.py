@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.torch_words import in_torch_words
 from megatron_lite.analysis.trace.columns import Trace
 from megatron_lite.formats.file_names import STEPS_FILE
-from megatron_lite.formats.run_record import CategoryPrediction, Hardware, Plan, Shape, Sharding, Watched
+from megatron_lite.formats.run_record import CategoryPrediction, Hardware, Plan, Settings, Shape, Sharding, Watched
 from megatron_lite.thresholds import WITHOUT_CORE
 from megatron_lite.units import GIB, size
 
@@ -85,11 +84,6 @@ class Peak:
     num_bytes: int
     grows_bytes: int  # the part that is proportional to the micro-batch; all of it, where that is not known
     where: str
-
-
-def whole(value: Any) -> int | None:
-    """A number of things: a positive int, or None."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
 def sum_category(one: Snapshot, category: str) -> int:
@@ -257,9 +251,10 @@ class Facts:
 
     # --- the run's own record; None where it does not say
 
-    def argument(self, name: str) -> Any:
-        """A flag as resolved ("micro_batch_size")."""
-        return self.run.args.get(name) if self.run else None
+    @property
+    def settings(self) -> Settings:
+        """The run's flags as resolved; without any field for foreign runs."""
+        return self.plan.settings
 
     @property
     def watched(self) -> Watched:
@@ -323,7 +318,8 @@ class Facts:
     @property
     def micro_batch_tokens(self) -> int | None:
         """Of a rank."""
-        num_samples, length = whole(self.argument("micro_batch_size")), self.shape.seq_length
+        num_samples = self.settings.micro_batch_size
+        length = self.shape.seq_length
         context = self.plan.layout.context or 1
         return num_samples * length // context if num_samples and length else None
 
@@ -348,7 +344,8 @@ class Facts:
     @property
     def larger_micro_batch(self) -> tuple[str, str] | None:
         """(flag, sentence) of twice the micro-batch (or more) at the same global batch, if the peak then still fits."""
-        now, number = whole(self.argument("micro_batch_size")), self.micro_batches
+        now = self.settings.micro_batch_size
+        number = self.micro_batches
         held, room = self.peak, self.device_bytes
         if not (now and number and held and room) or number < 2:
             return None
@@ -364,7 +361,7 @@ class Facts:
     def smaller_micro_batch(self) -> int | None:
         """Half the micro-batch, or the largest part of it below that divides it:
         any global batch of whole micro-batches stays one."""
-        now = whole(self.argument("micro_batch_size")) or 0
+        now = self.settings.micro_batch_size or 0
         parts = [part for part in range(1, now // 2 + 1) if now % part == 0]
         return max(parts, default=None)
 

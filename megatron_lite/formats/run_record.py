@@ -263,11 +263,68 @@ class Sharding(msgspec.Struct, frozen=True):
     gathers_twice: bool | None = None
 
 
+class Settings(msgspec.Struct, frozen=True):
+    """The flags that a report asks for, as resolved. Null: the flag is left out, or not known."""
+
+    # samples per rank, forward and backward
+    micro_batch_size: Size | None = None
+    # tokens of a sample
+    seq_length: Size | None = None
+    # width of a head; null: hidden size / heads
+    kv_channels: Size | None = None
+    # rows of the table of positions; null: as many as a sample has tokens
+    max_position_embeddings: Size | None = None
+    hidden_dropout: float | None = None
+    attention_dropout: float | None = None
+    # full or selective; null: nothing is recomputed
+    recompute_granularity: str | None = None
+    # a fixed loss scale; null or 0: a dynamic one
+    loss_scale: float | None = None
+    # limit of the gradients' norm; 0: no clipping
+    clip_grad: float | None = None
+    seed: Count | None = None
+    # single, cyclic or external
+    dataloader_type: str | None = None
+    # random tokens in the place of files
+    mock_data: bool | None = None
+    # tokens that end a document have no loss
+    eod_mask_loss: bool | None = None
+    # parameters of a bucket of gradients; null: torch's own number
+    ddp_bucket_size: Size | None = None
+    grad_reduce_in_bf16: bool | None = None
+    # groups of ranks that shard the optimizer's state each among themselves
+    num_distributed_optimizer_instances: Size | None = None
+    # the stages' layers, as drawn by the user
+    pipeline_model_parallel_layout: str | None = None
+    # the embedding counts as a layer where stages are divided
+    account_for_embedding_in_pipeline_split: bool | None = None
+    # so does the loss
+    account_for_loss_in_pipeline_split: bool | None = None
+    # Python's garbage collector runs at fixed steps only
+    manual_gc: bool | None = None
+    # iterations between console lines
+    log_interval: Size | None = None
+    log_params_norm: bool | None = None
+    log_num_zeros_in_grad: bool | None = None
+    # checkpoints are written in the background
+    async_save: bool | None = None
+    # folder of TensorBoard's files, and of traces
+    tensorboard_dir: str | None = None
+    record_memory_history: bool | None = None
+    # a pattern of snapshots' names
+    memory_snapshot_path: str | None = None
+    pytorch_profiler_collect_callstack: bool | None = None
+    pytorch_profiler_collect_memory: bool | None = None
+    pytorch_profiler_collect_shapes: bool | None = None
+
+
 class Plan(msgspec.Struct, frozen=True):
     """Everything that was decided about a run before it started."""
 
-    # flags as resolved, by group and name: args["training"]["micro_batch_size"]
+    # all flags as resolved, by group and name, for lists of what differs: args["training"]["micro_batch_size"]
     args: dict[str, dict[str, Any]] = {}
+    # those that a report asks for
+    settings: Settings = Settings()
     # the job's processes
     world: World = World()
     # how ranks divide the work

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import torch
 
+from megatron_lite.config.args import Args
 from megatron_lite.config.environment import TELLING_VARIABLES
 from megatron_lite.config.layout import count_stage_layers
 from megatron_lite.config.model_size import step_flops, weigh_chunks
@@ -102,6 +103,7 @@ def record_plan(plan: Plan) -> run_record.Plan:
     sharding = plan.sharding
     return run_record.Plan(
         args=dataclasses.asdict(plan.args),
+        settings=_record_settings(plan.args),
         world=run_record.World(**dataclasses.asdict(plan.world)),
         layout=run_record.Layout(**dataclasses.asdict(layout)),
         stage=_record_stage(plan.stage),
@@ -125,6 +127,42 @@ def record_plan(plan: Plan) -> run_record.Plan:
         stages_of_ranks=tuple(layout.locate(rank).pipeline_rank for rank in ranks) if has_stages else (),
         stage_layers=tuple(count_stage_layers(plan.args.parallel, plan.shape.num_layers)) if has_stages else (),
         chunk_weights=tuple(weigh_chunks(plan.shape, one.stage) for one in plan_stages(plan)) if has_stages else (),
+    )
+
+
+def _record_settings(args: Args) -> run_record.Settings:
+    """The flags that a report asks for."""
+    return run_record.Settings(
+        micro_batch_size=args.training.micro_batch_size,
+        seq_length=args.model.seq_length,
+        kv_channels=args.model.kv_channels,
+        max_position_embeddings=args.model.max_position_embeddings,
+        hidden_dropout=args.model.hidden_dropout,
+        attention_dropout=args.model.attention_dropout,
+        recompute_granularity=args.model.recompute_granularity,
+        loss_scale=args.precision.loss_scale,
+        clip_grad=args.optimizer.clip_grad,
+        seed=args.training.seed,
+        dataloader_type=args.data.dataloader_type,
+        mock_data=args.data.mock_data,
+        eod_mask_loss=args.data.eod_mask_loss,
+        ddp_bucket_size=args.parallel.ddp_bucket_size,
+        grad_reduce_in_bf16=args.precision.grad_reduce_in_bf16,
+        num_distributed_optimizer_instances=args.parallel.num_distributed_optimizer_instances,
+        pipeline_model_parallel_layout=args.parallel.pipeline_model_parallel_layout,
+        account_for_embedding_in_pipeline_split=args.parallel.account_for_embedding_in_pipeline_split,
+        account_for_loss_in_pipeline_split=args.parallel.account_for_loss_in_pipeline_split,
+        manual_gc=args.training.manual_gc,
+        log_interval=args.watch.log_interval,
+        log_params_norm=args.watch.log_params_norm,
+        log_num_zeros_in_grad=args.watch.log_num_zeros_in_grad,
+        async_save=args.checkpoint.async_save,
+        tensorboard_dir=args.watch.tensorboard_dir,
+        record_memory_history=args.profile.record_memory_history,
+        memory_snapshot_path=args.profile.memory_snapshot_path,
+        pytorch_profiler_collect_callstack=args.profile.pytorch_profiler_collect_callstack,
+        pytorch_profiler_collect_memory=args.profile.pytorch_profiler_collect_memory,
+        pytorch_profiler_collect_shapes=args.profile.pytorch_profiler_collect_shapes,
     )
 
 

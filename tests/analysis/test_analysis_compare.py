@@ -275,8 +275,8 @@ TWO_RANKS = ONE_RANK | {
 def test_losses_of_layouts_differ_by_rounding_or_by_an_error(tmp_path, precision, loss, norm, dropout, said):
     sides = []
     for name, plan, first, first_norm in (("a", ONE_RANK, 2.0, 1.0), ("b", TWO_RANKS, loss, norm)):
-        args = plan["args"] | {"dropout": {"hidden_dropout": dropout}}
-        facts = with_run(tmp_path, name, plan=plan | {"args": args, "precision": precision})
+        settings = {"hidden_dropout": dropout}
+        facts = with_run(tmp_path, name, plan=plan | {"settings": settings, "precision": precision})
         losses, norms = np.full(29, 1.5), np.full(29, 1.0)
         losses[0], norms[0], losses[7] = first, first_norm, 1.5 + (0.25 if name == "b" else 0.0)
         sides.append(changed(facts, losses=losses, grad_norms=norms))

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from support import report_cases
-from support.command_lines import plan as resolved_plan
 from support.finding_cases import (
     ANSWERS,
     CASES,
@@ -27,14 +26,12 @@ from support.paths import SHARED
 from support.trace_maker import GLOO, MadeTrace
 from support.training_maker import FP32_GEMM, SIMT_GEMM, ordinary_steps
 
-from megatron_lite.analysis import findings
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.findings.base import rule
 from megatron_lite.analysis.findings.rules import RULES, apply_rules, get_page
 from megatron_lite.analysis.kernels.kernel_results import TensorCores
 from megatron_lite.analysis.ranks.rank_results import Straggler
 from megatron_lite.analysis.run_facts import Facts
-from megatron_lite.config.world import World
 
 DIVISIBLE = "--make-vocab-size-divisible-by"
 PARTS = ("Meaning:", "Measured:", "Cost:", "Do:", "Flags of this trainer:", "False alarm:")
@@ -207,15 +204,6 @@ def test_the_pair_of_loaders_is_told_apart():
     assert ["starved-loader" in found for found in codes] == [True, False]
 
 
-def test_the_flags_that_rules_ask_of_a_run_stand_in_its_plan():
-    plan = dataclasses.asdict(resolved_plan("--bf16 --use-torch-fsdp2", World(size=2), vocab_size=100))
-    flat = {name for group in plan["args"].values() for name in group}
-    folder = Path(*findings.__path__)
-    sources = "".join(path.read_text() for path in (*folder.glob("*.py"), folder.parent / "run_facts.py"))
-    asked = set(re.findall(r'argument\("(\w+)"\)', sources))
-    assert asked and asked <= flat
-
-
 @pytest.mark.parametrize(
     ("device", "gain_ms"),
     [
@@ -237,7 +225,7 @@ def test_the_gain_of_16_bits_is_bounded_by_the_hardware_or_not_at_all(device, ga
     ("device", "word"), [("cpu", "without --record-memory-history"), ("cuda", "device times, not gaps")]
 )
 def test_a_disturbing_profiler_is_blamed_by_its_flags(device, word):
-    plan = {"device": device, "args": {"profile": {"record_memory_history": True}}}
+    plan = {"device": device, "settings": {"record_memory_history": True}}
     slow = dataclasses.replace(report_cases.run_of(), record=report_cases.record_of(plan), profiled_step_ms=150.0)
     assert word in RULES["profiler-overhead"](dataclasses.replace(NOTHING, run=slow)).advice
 

@@ -36,9 +36,9 @@ def snapshot(path: Path) -> Path:
 def run(folder: Path, started="2024-01-01T00:00:00+0000", **flags) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     snapshot = flags.get("snapshot", "snapshot.pickle")
-    profile = {"memory_snapshot_path": snapshot, "record_memory_history": "snapshot" in flags}
-    args = {"watch": {"tensorboard_dir": flags.get("tensorboard_dir")}, "profile": profile}
-    (folder / RUN_FILE).write_text(json.dumps({"schema": 1, "started": started, "plan": {"args": args}}))
+    settings = {"memory_snapshot_path": snapshot, "record_memory_history": "snapshot" in flags}
+    settings["tensorboard_dir"] = flags.get("tensorboard_dir")
+    (folder / RUN_FILE).write_text(json.dumps({"schema": 1, "started": started, "plan": {"settings": settings}}))
     (folder / STEPS_FILE).write_text("{}\n")
     return folder
 

@@ -44,6 +44,9 @@ def test_a_plan_is_read_as_it_was_decided(what):
         found = getattr(read, part)
         assert (None if found is None else msgspec.structs.asdict(found)) == known, part
     assert read.args["model"]["hidden_size"] == plan.args.model.hidden_size
+    typed = {name: value for group in read.args.values() for name, value in group.items()}
+    settings = msgspec.structs.asdict(read.settings)
+    assert settings == {name: typed[name] for name in settings}
     assert [range(*chunk) for chunk in read.stage.chunks] == list(plan.stage.chunks)
     assert range(*read.profile_window) == plan.profile_window
     assert (read.device, read.precision, read.train_iters) == (plan.device, plan.precision, plan.train_iters)

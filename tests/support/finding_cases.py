@@ -57,17 +57,17 @@ def prepared(write):
 on_gpu, on_cpu, recorded = prepared(gpu), prepared(cpu), prepared(run)
 
 
-def pipeline_run(micro_batches: int, waits_ms: list[float], forward_ms: tuple[float, ...] = (), **args):
+def pipeline_run(micro_batches: int, waits_ms: list[float], forward_ms: tuple[float, ...] = (), **stage):
     """A run of a rank per stage, whose typical steps of 10 ms wait so long for other stages. Four have 6 layers each."""
     stages = len(waits_ms)
     layout = {"tensor": 1, "context": 1, "data": 1, "pipeline": stages, "pipeline_rank": stages - 1}
-    plan = {"layout": layout, "stage": {"number": stages - 1, "stages": stages, "chunks": [[0, 6]]}}
+    plan = {"layout": layout, "stage": {"number": stages - 1, "stages": stages, "chunks": [[0, 6]], **stage}}
     if stages > 1:
         plan |= {"stages_of_ranks": list(range(stages)), "stage_layers": [6] * stages}
     lines = rank_lines(list(forward_ms) or [3.0] * stages)
     for line in lines:
         line["phases_ms"] = line["phases_ms"] | {"pipeline_wait": waits_ms}
-    return recorded(ranks=lines, world=stages, batch=4 * micro_batches, plan=plan, **args)
+    return recorded(ranks=lines, world=stages, batch=4 * micro_batches, plan=plan)
 
 
 @prepared
@@ -749,7 +749,7 @@ CASES = {
     ),
     "max-connections": (
         both(on_gpu(reduce="tail"), recorded(environment=ONE_CONNECTION)),
-        both(on_gpu(reduce="tail"), recorded(environment=ONE_CONNECTION, tensor_model_parallel_size=2)),
+        both(on_gpu(reduce="tail"), recorded(environment=ONE_CONNECTION, plan={"layout": {"tensor": 2}})),
     ),
     "recompilation": tuple(
         recorded(steps=ordinary_steps(ms=every(n, 500.0, 10.0), compiling=every(n, True, False))) for n in (8, 30)
@@ -887,7 +887,7 @@ MORE_NEAR_MISSES = [
     ("sequence-parallel-off", both(remembered(), planned(split=SPLIT))),
     ("pipeline-bubble", pipeline_run(4, [4.0, 0.1, 3.0, 3.5])),
     ("unbalanced-stages", pipeline_run(64, [1.0, 1.0, 1.0, 0.5], (3.0, 3.9, 3.0, 3.0))),
-    ("pipeline-bubble", pipeline_run(16, [0.9, 0.9, 0.9, 0.9], pipeline_schedule="ZeroBubble")),
+    ("pipeline-bubble", pipeline_run(16, [0.9, 0.9, 0.9, 0.9], splits_backward=True)),
     ("busy-machine", recorded(ranks=rank_lines([3.0, 3.0]))),
     ("busy-machine", recorded(ranks=rank_lines([3.0, 3.0], **cores([None, None], [0, 0])))),
     ("straggler", recorded(ranks=BUSY)),  # 3.0 ms later, and 3.5 without a core

@@ -9,7 +9,7 @@ MIB = 2**20
 SHAPE = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 4, "kv_channels": 8}
 SHAPE |= {"ffn_hidden_size": 128, "seq_length": 16, "max_position_embeddings": 16, "padded_vocab_size": 128}
 ARGS = {"training": {"micro_batch_size": 2}, "profile": {"profile": False}}
-PLAN = {"args": ARGS, "shape": SHAPE, "world": {"size": 2}}
+PLAN = {"args": ARGS, "settings": {"micro_batch_size": 2}, "shape": SHAPE, "world": {"size": 2}}
 RECORD = {"schema": 1, "status": "finished", "started": "2020-01-01T00:00:00+0000", "plan": PLAN}
 RECORD |= {f"sample_flops_{name}": step_flops(ModelShape(**SHAPE), 1, name == "causal") for name in ("causal", "full")}
 RECORD |= {

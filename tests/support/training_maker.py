@@ -179,7 +179,6 @@ def _cpu_range(made: MadeTrace, name: str, host: float, ops, between_us: float, 
 
 
 ARGS = {"micro_batch_size": 4, "log_interval": 100, "recompute_granularity": None, "attention_dropout": 0.0}
-ARGS |= {"tensor_model_parallel_size": 1, "context_parallel_size": 1, "swiglu": False}
 ARGS |= {"loss_scale": None, "async_save": False, "manual_gc": False}
 SHAPE = {"num_layers": 24, "hidden_size": 4096, "ffn_hidden_size": 16384, "kv_channels": 128}
 SHAPE |= {"num_attention_heads": 32, "num_query_groups": 32, "seq_length": 2048, "padded_vocab_size": 50304}
@@ -216,6 +215,7 @@ def run(
         "parameters": parameters,
         "plan": {
             "args": {"all": ARGS | args},
+            "settings": ARGS | args,
             "world": {"rank": world - 1, "size": world, "local_size": world},
             "shape": SHAPE | (shape or {}),
             "vocab_size": vocabulary,

@@ -117,7 +117,7 @@ def _judge(
 
 def _mean_the_same(a: Run, b: Run) -> bool:
     """Tell by the flags that decide the numbers whether two runs are meant to compute the same."""
-    if not a.plan.args or a.args.get("seed") != b.args.get("seed"):
+    if not a.plan.args or a.plan.settings.seed != b.plan.settings.seed:
         return False
     if a.plan.precision != b.plan.precision:
         return False
@@ -139,4 +139,5 @@ def _have_same_layout(a: Run, b: Run) -> bool:
 
 def _drops(run: Run) -> bool:
     """Whether dropout is on."""
-    return bool(run.args.get("hidden_dropout") or run.args.get("attention_dropout"))
+    settings = run.plan.settings
+    return bool(settings.hidden_dropout or settings.attention_dropout)

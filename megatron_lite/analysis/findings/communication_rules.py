@@ -24,7 +24,7 @@ from megatron_lite.analysis.ranks.exposed import GRADIENTS, REST, find_rows_for,
 from megatron_lite.analysis.ranks.from_run import find_straggler_by_medians
 from megatron_lite.analysis.ranks.process_groups import is_fully_sharded
 from megatron_lite.analysis.ranks.rank_results import RankComparison, Straggler
-from megatron_lite.analysis.run_facts import TIGHT, Facts, whole
+from megatron_lite.analysis.run_facts import TIGHT, Facts
 from megatron_lite.formats.file_names import RUN_FILE
 from megatron_lite.phases import Phase
 from megatron_lite.units import counted, significant, size
@@ -130,11 +130,11 @@ def _advise_on_tail(facts: Facts) -> tuple[str, tuple[str, ...]]:
     ways: list[str] = []
     flags: list[str] = []
     if not _has_no_buckets(facts):
-        smaller = (whole(facts.argument("ddp_bucket_size")) or DEFAULT_BUCKET) // 4
+        smaller = (facts.settings.ddp_bucket_size or DEFAULT_BUCKET) // 4
         flags.append(f"--ddp-bucket-size {max(1, smaller)}")
         ways.append(f"smaller buckets ({flags[-1]})")
     takes_it = not facts.has_plan or facts.plan.precision == "bf16"
-    if takes_it and not facts.argument("grad_reduce_in_bf16"):
+    if takes_it and not facts.settings.grad_reduce_in_bf16:
         flags.append(BF16_REDUCTION)
         ways.append(f"16-bit reduction ({BF16_REDUCTION})")
     ways.append("more micro-batches per step")
@@ -474,7 +474,7 @@ def find_parameter_gather(facts: Facts) -> Finding | Observation:
         flags = ("--torch-fsdp2-no-reshard-after-forward",)
         advice = f"gather once per micro-batch, if memory allows: {flags[0]}"
     elif 1 < near < sharing and sharing % near == 0:
-        instances = whole(facts.argument("num_distributed_optimizer_instances")) or 1
+        instances = facts.settings.num_distributed_optimizer_instances or 1
         flags = (f"--num-distributed-optimizer-instances {instances * sharing // near}",)
         advice = f"shard within a node: {flags[0]}"
     else:
@@ -539,11 +539,11 @@ def find_max_connections(facts: Facts, one: RankFacts) -> Finding | Observation:
     Flags: CUDA_DEVICE_MAX_CONNECTIONS (many launch scripts export it); --tensor-model-parallel-size.
     False alarm: GPUs from Blackwell on order launches otherwise; a single GPU has nothing to overlap.
     """
-    tensor, context = (whole(facts.argument(f"{kind}_parallel_size")) for kind in ("tensor_model", "context"))
+    layout = facts.plan.layout
     world, cost = facts.plan.world.size, one.time.rows.get("exposed_communication", 0.0)
     if facts.run is None:
         return could_not_look(record=Recording.RUN_FOLDER)
-    if not has_needless_order(facts.variables.get(QUEUES), world or 1, tensor or 1, context or 1):
+    if not has_needless_order(facts.variables.get(QUEUES), world or 1, layout.tensor or 1, layout.context or 1):
         return saw(Evidence(f"{QUEUES} is not 1, or the layout wants its order", RUN_FILE))
     text = f"the variable is 1, tensor parallel size 1, {world} ranks; communication not overlapped with compute:"
     text += f" {one.of_step(cost)}"

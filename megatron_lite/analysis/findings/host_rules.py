@@ -382,7 +382,7 @@ def find_tiny_micro_batches(facts: Facts, one: RankFacts) -> Finding | Observati
     False alarm: memory that allows no more (see micro-batch-headroom), or a single micro-batch.
     """
     number, tokens = one.per_step(one.backward_ranges()), facts.micro_batch_tokens
-    larger, now = facts.larger_micro_batch, facts.argument("micro_batch_size")
+    larger, now = facts.larger_micro_batch, facts.settings.micro_batch_size
     if tokens is None:
         return could_not_look(record=Recording.RUN_FOLDER)
     if number < MIN_MICRO_BATCHES or tokens > FEW_TOKENS:
@@ -427,7 +427,7 @@ def find_gc_pauses(facts: Facts, one: RankFacts) -> Finding | Observation:
     cost = one.time.rows.get("garbage_collector", 0.0)
     advice = "--manual-gc is on: a larger --manual-gc-interval"
     flags: tuple[str, ...] = ()
-    if not facts.argument("manual_gc"):
+    if not facts.settings.manual_gc:
         together = "in rare steps" if facts.has_one_rank else "on all ranks in the same, rare steps"
         advice = f"collect {together}, without a gc.collect() in each step"
         flags = ("--manual-gc --manual-gc-interval 100",)

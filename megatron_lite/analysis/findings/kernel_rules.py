@@ -86,7 +86,7 @@ def find_attention_dropout(facts: Facts, one: RankFacts) -> Finding | Observatio
     Flags: --attention-dropout 0.
     False alarm: short sequences, where the formula may be the faster one.
     """
-    dropout = facts.argument("attention_dropout")
+    dropout = facts.settings.attention_dropout
     rows = one.rows_named(MATH.__eq__, Kind.OP)
     if dropout is None:
         return could_not_look(record=Recording.RUN_FOLDER)

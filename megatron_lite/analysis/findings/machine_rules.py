@@ -26,6 +26,7 @@ from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.formats.file_names import RUN_FILE, STEPS_FILE
+from megatron_lite.formats.run_record import Settings
 from megatron_lite.thresholds import is_by_chance
 from megatron_lite.units import counted
 from megatron_lite.variables import THREADS, fitting_threads
@@ -212,8 +213,6 @@ PROFILED_RUN = f"a run with typical steps before a profiled window: {Recording.R
 MAX_SLOWDOWN = 1.25  # a quarter more: a cause of a tenth of the step can then be the profiler's own
 BY_PROFILER = 0.75  # of the longer steps, which the process' own CPU time must explain for a certain finding
 WITHOUT_CPU_TIME = "no CPU time was recorded, so that other jobs may have made these steps longer"
-COSTLY = tuple(f"--pytorch-profiler-collect-{what}" for what in ("callstack", "memory", "shapes"))
-COSTLY_ON_CPUS = ("--record-memory-history", *COSTLY)
 
 
 @rule("profiler-overhead", "profiler overhead", "run", needs="run")
@@ -263,14 +262,24 @@ def find_profiler_overhead(facts: Facts, run: Run) -> Finding | Observation:
     else:
         told.append(Evidence(WITHOUT_CPU_TIME, "steps.jsonl"))
     on_cpu = facts.on_gpu is False
-    costly = COSTLY_ON_CPUS if on_cpu else COSTLY
-    used_flags = [flag for flag in costly if facts.argument(flag.removeprefix("--").replace("-", "_"))]
+    used_flags = _list_costly_flags(facts.settings, on_cpu)
     trust = "the unprofiled step time, not the trace" if on_cpu else "device times, not gaps"
     without = f" without {', '.join(used_flags)}" if used_flags else " with larger batches"
     advice = f"rely on {trust}; profile again{without}"
     explained = by_profiler_ms is not None and by_profiler_ms >= BY_PROFILER * found.lag_ms
     certain = explained and bool(run.recovered) and shortage is None and is_set_apart(run)
     return Finding(evidence=tuple(told), advice=advice, certain=certain)
+
+
+def _list_costly_flags(settings: Settings, on_cpu: bool) -> list[str]:
+    """List the flags that this run has on, and that make recording costly."""
+    costly = {
+        "--record-memory-history": on_cpu and settings.record_memory_history,
+        "--pytorch-profiler-collect-callstack": settings.pytorch_profiler_collect_callstack,
+        "--pytorch-profiler-collect-memory": settings.pytorch_profiler_collect_memory,
+        "--pytorch-profiler-collect-shapes": settings.pytorch_profiler_collect_shapes,
+    }
+    return [flag for flag, is_on in costly.items() if is_on]
 
 
 @rule("too-many-threads", "more computing threads than cores", "ranks", "run")

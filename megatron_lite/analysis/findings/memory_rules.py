@@ -24,7 +24,7 @@ from megatron_lite.analysis.findings.reserved_rules import EXPANDABLE_SEGMENTS, 
 from megatron_lite.analysis.memory.memory_results import GROWS_WITH_BATCH, OUTSIDE, Snapshot
 from megatron_lite.analysis.rank_facts import MATTERS, RankFacts, in_ms
 from megatron_lite.analysis.run.run_results import Run
-from megatron_lite.analysis.run_facts import TIGHT, Facts, measure_ordinary, sum_category, whole
+from megatron_lite.analysis.run_facts import TIGHT, Facts, measure_ordinary, sum_category
 from megatron_lite.formats.file_names import RUN_FILE, STEPS_FILE
 from megatron_lite.formats.hardware import match_processor
 from megatron_lite.phases import Phase
@@ -197,7 +197,8 @@ def find_logits_peak(facts: Facts, most: Snapshot) -> Finding | Observation:
     held = sum_category(most, "logits and loss")
     if held < MAX_LOGITS_SHARE * most.peak_bytes or not facts.is_tight(most):
         return saw(Evidence(f"{size(held)} of a peak of {size(most.peak_bytes)} are logits and loss", most.source))
-    now, smaller = whole(facts.argument("micro_batch_size")), facts.smaller_micro_batch
+    now = facts.settings.micro_batch_size
+    smaller = facts.smaller_micro_batch
     half = f"--micro-batch-size {smaller}" if smaller else ""
     text = f"{size(held)} of the peak of {size(most.peak_bytes)} ({held / most.peak_bytes:.0%})"
     text += f", in {most.peak_phase or 'an unknown phase'}"
@@ -263,7 +264,7 @@ def find_recompute_activations(facts: Facts, most: Snapshot) -> Finding | Observ
         selective.
     False alarm: a run that fits and whose micro-batch need not grow: then it only costs time.
     """
-    if facts.argument("recompute_granularity"):
+    if facts.settings.recompute_granularity:
         return saw(Evidence("activations are recomputed (--recompute-granularity)", RUN_FILE))
     layers = [layer.num_bytes for layer in most.layers if layer.name != OUTSIDE]
     if len(layers) < MIN_LAYERS:
@@ -406,7 +407,7 @@ def find_needless_recompute(facts: Facts) -> Finding | Observation:
         return _find_recomputation_in_trace(facts)
     chunks = facts.plan.stage.chunks
     recomputed = facts.plan.recomputed_layers or 0
-    if facts.argument("recompute_granularity") != "full" or not recomputed:
+    if facts.settings.recompute_granularity != "full" or not recomputed:
         return saw(Evidence("no layer is recomputed as a whole (--recompute-granularity)", RUN_FILE))
     room = _find_room_for_activations(facts, run)
     predicted_categories = facts.predicted_categories

@@ -17,6 +17,7 @@ from megatron_lite.analysis.rank_facts import MATTERS, in_ms
 from megatron_lite.analysis.run.pipeline_times import measure_own_times
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts
+from megatron_lite.formats.run_record import Settings
 from megatron_lite.pipeline_schedule import measure_bubble
 from megatron_lite.thresholds import is_by_chance
 
@@ -56,7 +57,7 @@ def find_pipeline_bubble(facts: Facts, run: Run) -> Finding | Observation:
     if stages < 2 or not num_micro_batches or not step_ms:
         return could_not_look(Evidence(ONE_STAGE))
     chunks = max(len(run.plan.stage.chunks), 1)
-    is_zero_bubble = facts.argument("pipeline_schedule") == "ZeroBubble"
+    is_zero_bubble = bool(run.plan.stage.splits_backward)
     # gradients of weights fill two thirds of the bubble at best, as three times the chunks would
     bubble = measure_bubble(stages, num_micro_batches, 3 * chunks if is_zero_bubble else chunks)
     cost_ms = min(min(waits_ms.values()), bubble * step_ms)
@@ -149,9 +150,9 @@ def find_unbalanced_stages(facts: Facts, run: Run) -> Finding | Observation:
     takes = ", ".join(f"stage {stage + 1} {in_ms(ms)} ({layers[stage]})" for stage, ms in sorted(own_ms.items()))
     seen = Evidence(f"forward and backward of a step (layers): {takes} (medians in steps.jsonl)")
     doubt = "" if facts.on_gpu else facts.doubt_cores(range(len(run.ranks.step_ms)))
-    accounted = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-    is_drawn = any(facts.argument(name) for name in ("pipeline_model_parallel_layout", *accounted))
-    cause = _propose_layers(own_ms, layers, slowest, is_drawn) if len(run.plan.stage.chunks) <= 1 else None
+    cause = None
+    if len(run.plan.stage.chunks) <= 1:
+        cause = _propose_layers(own_ms, layers, slowest, _is_drawn(facts.settings))
     if cause is None or not _matters(cause.cost_ms, step_ms, run.ranks.without_core):
         cause = _suspect_place(own_ms, layers, slowest, run.stages.index(slowest))
     if cause is None or not _matters(cause.cost_ms, step_ms, run.ranks.without_core):
@@ -160,6 +161,12 @@ def find_unbalanced_stages(facts: Facts, run: Run) -> Finding | Observation:
     if doubt:
         evidence.append(Evidence(doubt))
     return build_time_finding(cause.cost_ms, evidence, cause.advice, cause.flags, not doubt, run.stages.index(slowest))
+
+
+def _is_drawn(settings: Settings) -> bool:
+    """Whether flags decide how many layers each stage has."""
+    accounted = settings.account_for_embedding_in_pipeline_split or settings.account_for_loss_in_pipeline_split
+    return bool(settings.pipeline_model_parallel_layout or accounted)
 
 
 @dataclass(frozen=True)

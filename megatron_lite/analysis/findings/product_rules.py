@@ -20,7 +20,7 @@ from megatron_lite.analysis.findings.base import (
 )
 from megatron_lite.analysis.kernels.kernel_results import MATRIX_ROLES, Role, RooflineRow, TensorCores
 from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts, in_ms
-from megatron_lite.analysis.run_facts import Facts, whole
+from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.formats.file_names import RUN_FILE
 from megatron_lite.formats.hardware import TILE as USUAL_TILE
 from megatron_lite.formats.hardware import best_multiple, least_multiple, padded, peak_tflops
@@ -419,7 +419,7 @@ def name_layer(facts: Facts, dims: tuple[int, ...]) -> str:
     if len(known) < len(values):
         return "product"
     hidden, ffn, width, heads, groups, vocabulary = known
-    fc1 = ffn * (2 if facts.argument("swiglu") else 1)
+    fc1 = ffn * (2 if shape.activation == "swiglu" else 1)
     layers = [
         ("output projection to the vocabulary", vocabulary),
         *([("MLP", ffn)] if fc1 == ffn else [("MLP fc1", fc1), ("MLP fc2", ffn)]),
@@ -442,10 +442,10 @@ def _keep_flags(changes: Iterable[str]) -> list[str]:
 def _name_companion(facts: Facts, name: str, wanted: int) -> str:
     """The flag without which this run would refuse the size `wanted`; '' where it would take it."""
     heads = facts.shape.num_attention_heads
-    if name == "hidden_size" and heads and wanted % heads and not facts.argument("kv_channels"):
+    if name == "hidden_size" and heads and wanted % heads and not facts.settings.kv_channels:
         fewer = max(part for part in range(1, heads + 1) if wanted % part == 0)
         return f" --num-attention-heads {fewer}"
-    positions = whole(facts.argument("max_position_embeddings"))
+    positions = facts.settings.max_position_embeddings
     if name == "seq_length" and positions and positions < wanted:
         return f" --max-position-embeddings {wanted}"
     return ""

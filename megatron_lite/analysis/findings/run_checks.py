@@ -17,7 +17,7 @@ from megatron_lite.analysis.memory.memory_results import Snapshot
 from megatron_lite.analysis.rank_facts import RankFacts, in_ms
 from megatron_lite.analysis.run.learning import measure_learning
 from megatron_lite.analysis.run.run_results import Run
-from megatron_lite.analysis.run_facts import Facts, whole
+from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.formats.file_names import RUN_FILE, STEPS_FILE
 from megatron_lite.units import count, counted, significant, size
@@ -71,7 +71,7 @@ def look_at_batches(case: CheckCase) -> Observation:
     traced = one.per_step(one.backward_ranges()) if one else 0.0
     updates = _count_updates(one) if one else 0.0
     shown = _describe_traced_passes(one, traced, updates) if one else []
-    micro_batch = whole(facts.argument("micro_batch_size"))
+    micro_batch = facts.settings.micro_batch_size
     sizes = run.batch_sizes[run.batch_sizes > 0] if run else np.empty(0)
     if run is None or not micro_batch or not run.world_size or not len(sizes):
         return could_not_look(*shown)
@@ -230,7 +230,7 @@ def _list_shapes(one: RankFacts) -> list[frozenset[int]]:
 
 def _is_packed(facts: Facts) -> bool:
     """Whether the data sets are this trainer's own, which cut one stream of tokens. Other loaders are not known."""
-    return facts.argument("dataloader_type") in ("single", "cyclic")
+    return facts.settings.dataloader_type in ("single", "cyclic")
 
 
 def look_at_tokens(case: CheckCase) -> Observation:
@@ -244,7 +244,7 @@ def look_at_tokens(case: CheckCase) -> Observation:
     typical = counted(int(run.ordinary.sum()), "typical step")
     speed = f"{count(run.tokens_per_second)} tokens/s over {typical}, all ranks"
     seen = Evidence(f"{speed}; {run.skipped.sum():,} of {run.steps:,} steps skipped", STEPS_FILE)
-    if case.facts.argument("eod_mask_loss"):
+    if case.facts.settings.eod_mask_loss:
         record = "how many positions have a loss is not recorded: without --eod-mask-loss all have one"
         return could_not_look(seen, record=record)
     if not _is_packed(case.facts):

@@ -167,7 +167,7 @@ def find_scale_collapse(facts: Facts, run: Run) -> Finding | Observation:
     """
     if facts.plan.precision not in (None, "fp16"):
         return saw(Evidence(f"{facts.plan.precision} needs no loss scale", RUN_FILE))
-    if facts.argument("loss_scale"):
+    if facts.settings.loss_scale:
         return saw(Evidence("the loss scale is fixed (--loss-scale)", RUN_FILE))
     settled = run.loss_scale[run.skipped.argmin() :] if run.steps else run.loss_scale
     known = settled[settled > 0]  # NaN is not
@@ -207,7 +207,7 @@ def find_no_learning(facts: Facts, run: Run) -> Finding | Observation:
         return could_not_look(record=Recording.LONGER_RUN)
     elif learning.falls:
         return saw(Evidence(learning.losses, STEPS_FILE))
-    elif facts.argument("mock_data") or run.iterations[0] > 1 or facts.is_watched:
+    elif facts.settings.mock_data or run.iterations[0] > 1 or facts.is_watched:
         # random tokens teach nothing, a continued run may have learned what it can, and so may a script's
         told = "mock data, continued runs and other scripts are not judged"
         return could_not_look(Evidence(f"{learning.losses}; {told}", STEPS_FILE))
@@ -235,7 +235,7 @@ def find_hard_clipping(facts: Facts, run: Run) -> Finding | Observation:
     False alarm: the first steps of training; a recipe that normalizes gradients on purpose.
     """
     clipped, limit = measure_learning(run).clipped, find_clip_limit(run)
-    if not isinstance(limit, int | float) or limit <= 0:
+    if limit is None or limit <= 0:
         return could_not_look(record=Recording.RUN_FOLDER)
     if clipped is None and (~np.isnan(run.grad_norms)).sum() < MIN_UPDATES:
         return could_not_look(record=Recording.LONGER_RUN)
@@ -250,7 +250,6 @@ def find_hard_clipping(facts: Facts, run: Run) -> Finding | Observation:
 
 
 LOG = Phase.LOG.value
-COSTLY = {"log_params_norm": "--log-params-norm", "log_num_zeros_in_grad": "--log-num-zeros-in-grad"}
 
 
 @rule("log-stalls", "logging in every step", "step", "phases", "run")
@@ -270,8 +269,13 @@ def find_log_stalls(facts: Facts) -> Finding | Observation:
     if isinstance(measured, Observation):
         return measured
     cost, seen = measured
-    costly = [flag for name, flag in COSTLY.items() if facts.argument(name)]
-    now = facts.argument("log_interval")
+    settings = facts.settings
+    figures = {
+        "--log-params-norm": settings.log_params_norm,
+        "--log-num-zeros-in-grad": settings.log_num_zeros_in_grad,
+    }
+    costly = [flag for flag, is_on in figures.items() if is_on]
+    now = settings.log_interval
     advice = f"a larger --log-interval{f' (now {now})' if now else ''}"
     advice += f", without {', '.join(costly)}" if costly else ""
     return build_time_finding(cost, [seen], advice, ("--log-interval 100",))
@@ -335,7 +339,7 @@ def find_save_and_eval(facts: Facts, run: Run) -> Finding | Observation:
         SAVE: ("write in the background (--async-save)", "--async-save"),
         EVAL: ("evaluate less often (--eval-interval) or on less (--eval-iters)", "--eval-interval"),
     }
-    if facts.argument("async_save"):
+    if facts.settings.async_save:
         remedies[SAVE] = ("save less often (--save-interval)", "--save-interval")
     cost = sum(stalls.values()) / run.steps
     seen = [_describe_stalls(run, name, times[name], total) for name, total in stalls.items()]

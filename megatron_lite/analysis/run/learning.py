@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -36,11 +35,13 @@ class Learning:
     nothing: str  # why no step has taught the model anything; '' where one may have
 
 
-def find_clip_limit(run: Run) -> Any:
+def find_clip_limit(run: Run) -> float | None:
     """The largest norm that clipping leaves: --clip-grad, or of a watched script what it gave torch;
     None for unknown."""
     watched = run.record.watched
-    return run.args.get("clip_grad", watched.clip_grad if watched is not None else None)
+    if run.plan.settings.clip_grad is not None or watched is None:
+        return run.plan.settings.clip_grad
+    return watched.clip_grad
 
 
 def measure_learning(run: Run) -> Learning:
@@ -95,7 +96,7 @@ def _measure_clipping(run: Run) -> float | None:
     """The median gradient norm as a multiple of --clip-grad; None where nearly all norms are not far above it."""
     limit = find_clip_limit(run)
     norms = run.grad_norms[_find_updates(run, run.grad_norms)]
-    if not isinstance(limit, int | float) or limit <= 0 or len(norms) < MIN_UPDATES:
+    if limit is None or limit <= 0 or len(norms) < MIN_UPDATES:
         return None
     far_above = float(np.mean(norms > MIN_CLIPPED * limit))
     if far_above < NEARLY_ALL:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from megatron_lite.phases import Phase
 from megatron_lite.pipeline_schedule import (
-    ZERO_BUBBLE,
     ActionTimes,
     Stage,
     TimedAction,
@@ -95,7 +94,7 @@ def _count_chunks(run: "Run") -> int:
 
 def _splits_backward(run: "Run") -> bool:
     """Whether gradients of weights are computed apart from those of activations."""
-    return bool(run.args.get("pipeline_schedule") == ZERO_BUBBLE)
+    return bool(run.plan.stage.splits_backward)
 
 
 def _simulate_step(

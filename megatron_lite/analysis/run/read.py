@@ -170,8 +170,7 @@ def _find_sample_length(record: RunRecord) -> int | None:
     plan = record.plan or Plan()
     if plan.shape is not None:
         return plan.shape.seq_length
-    length = plan.args.get("model", {}).get("seq_length") if record.model is not None else None
-    return length if isinstance(length, int) and length > 0 else None
+    return plan.settings.seq_length if record.model is not None else None
 
 
 def _explain_unknown_flops(record: RunRecord, length: int | None) -> str:
