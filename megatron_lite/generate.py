@@ -262,7 +262,7 @@ class _Continuations:
         Args:
             tokens_BT: int64, the prompts, with room behind them.
             lengths: Tokens of each prompt.
-            max_new_tokens: As for generate; so are the others.
+            max_new_tokens: Tokens after which a continuation ends.
             end: The id of the end of text.
             tell: Is told of each continuation.
         """
@@ -282,7 +282,7 @@ class _Continuations:
         """Add a token to each of some texts.
 
         Args:
-            at: Its position.
+            at: Position of the tokens.
             rows: Numbers of the texts.
             tokens: A token for each of them.
         """

@@ -99,7 +99,7 @@ class Stage:
         """Micro-batches whose activations the stage holds when it holds most.
 
         Args:
-            micro_batches: Of a step.
+            micro_batches: Micro-batches of a step.
 
         Returns:
             (those that wait for their backward, the running one among them; those that wait for the gradients of their
@@ -133,7 +133,7 @@ class Stage:
         """Moments at which the stage holds most: one where chunks are equal, else one for each running chunk.
 
         Args:
-            micro_batches: Of a step.
+            micro_batches: Micro-batches of a step.
 
         Returns:
             Pairs of the running chunk, and of how many other micro-batches wait for the backward of each chunk.
@@ -339,7 +339,7 @@ def simulate_schedule(stages: Sequence[Stage], micro_batches: int, times: Sequen
 
     Args:
         stages: All stages, in order.
-        micro_batches: Of a step.
+        micro_batches: Micro-batches of a step.
         times: How long the actions of each stage take.
 
     Returns:

@@ -86,7 +86,7 @@ def is_there(process: Mapping[str, object]) -> bool | None:
     """Tell whether a process exists; None where this machine cannot know, being another one, say.
 
     Args:
-        process: Its `identity`, as it may have been read from a file.
+        process: What `identity` gave for the process, as it may have been read from a file.
     """
     pid = process.get("pid")
     if not isinstance(pid, int) or process.get("pids") is None or process.get("started_ticks") is None:

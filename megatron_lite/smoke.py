@@ -181,7 +181,7 @@ def check_same_loss(
 
     Args:
         compute: One forward of the original; returns its loss, or any tensor.
-        compute_other: The same of the other one, on the same batch.
+        compute_other: Computes the loss in the other way, on the same batch.
         rtol: Largest difference relative to the first.
         atol: Largest difference besides.
 
@@ -263,10 +263,10 @@ def check_data_wait(
     """Training does not wait for its data. The first batch and its step, which start workers and compile, do not count.
 
     Args:
-        loader: Of batches.
+        loader: Yields batches.
         step: One training step on a batch.
-        steps: That are timed.
-        max_share: Of their time that may pass in the loader.
+        steps: Steps that are timed.
+        max_share: Share of their time that may pass in the loader.
         clock: Tells seconds.
 
     Returns:
@@ -318,7 +318,7 @@ def check_memory_steady(step: Step, steps: int = 5, warmup: int = 3) -> None:
 
     Args:
         step: One training step, with all that is done around it: logging, hooks, evaluation.
-        steps: That are compared.
+        steps: Steps that are compared.
         warmup: Steps before, in which optimizers and caches get their memory.
 
     Raises:
@@ -407,7 +407,7 @@ def check_peak_memory(step: Step, max_bytes: int) -> int:
 
     Args:
         step: One training step; call it once before, so that the optimizer has its state.
-        max_bytes: On a GPU as torch's allocator counts them, on a CPU as operations return them.
+        max_bytes: Bytes, on a GPU as torch's allocator counts them, on a CPU as operations return them.
 
     Returns:
         The peak in bytes.
@@ -471,8 +471,8 @@ def check_profiler_window(schedule: Callable[[int], ProfilerAction], steps: int,
     Args:
         schedule: What torch.profiler.profile gets as `schedule`, such as torch.profiler.schedule(wait=1, warmup=1,
             active=3, repeat=1).
-        steps: Of the whole run.
-        max_recorded: Of them.
+        steps: Steps of the whole run.
+        max_recorded: Steps that may be recorded.
 
     Raises:
         AssertionError: The window is empty, too long, begins with the first step, or has no warm-up before it.

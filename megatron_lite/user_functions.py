@@ -23,7 +23,7 @@ def find_function(flag: str, spelled: str, takes: Sequence[str], by_name: Sequen
 
     Args:
         flag: The flag, for messages.
-        spelled: Its value, FILE.py:FUNCTION or MODULE:FUNCTION.
+        spelled: Value of the flag, FILE.py:FUNCTION or MODULE:FUNCTION.
         takes: Names of the arguments that it will be called with.
         by_name: Names of those that are passed by name.
 

@@ -77,9 +77,9 @@ def write(
     Args:
         folder: Where the files are written.
         pieces: Tensors that this rank gives; each region is given by one rank.
-        objects: By key, what else this rank gives.
+        objects: Plain objects that this rank gives beside tensors, by key.
         find_aliases: Names what is to be found under several keys and stored once.
-        group: Of the ranks that write; None: this process alone.
+        group: The ranks that write; None: this process alone.
 
     Returns:
         The manifest's entries of this rank's files.

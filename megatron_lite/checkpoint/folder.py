@@ -360,8 +360,8 @@ def damage(folder: Path, names: Iterable[str]) -> str | None:
     """Compare the contents of some files with the manifest.
 
     Args:
-        folder: Of a checkpoint.
-        names: Of files in its manifest.
+        folder: Folder of a checkpoint.
+        names: Names of the files to look at, in its manifest.
 
     Returns:
         A line on the first file that is not what was written; None if all are.
@@ -383,8 +383,8 @@ def wrong(folder: Path, share: slice = slice(None)) -> str | None:
     """Judge a checkpoint by the sizes of all its files and the contents of some of them.
 
     Args:
-        folder: Of the checkpoint.
-        share: Which of the manifest's files are read, of their sorted names.
+        folder: Folder of the checkpoint.
+        share: Slice of the manifest's sorted names: which files are read.
 
     Returns:
         A line on the first file that is wrong; None if none is.

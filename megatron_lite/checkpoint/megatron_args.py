@@ -212,7 +212,7 @@ class MegatronArgs:
         """Fields of ModelShape that --window-size sets.
 
         Args:
-            num_layers: Of the model.
+            num_layers: Number of layers of the model.
         """
         size: object = getattr(self.namespace, "window_size", None)
         skipped: object = getattr(self.namespace, "window_attn_skip_freq", None)
@@ -458,7 +458,7 @@ def build_namespace(record: CheckpointRecord, arguments: Mapping[str, object], c
     """The arguments under which Megatron would have trained this.
 
     Args:
-        record: Of the checkpoint.
+        record: Record of the checkpoint.
         arguments: Flags by name, as typed; what is derived from them here goes before them.
         ckpt_format: The value of --ckpt-format.
     """

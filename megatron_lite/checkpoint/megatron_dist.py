@@ -351,7 +351,7 @@ class DistFile(Stored):
         """Places of one kind of state in buckets, laid end to end.
 
         Args:
-            keys: Of the buckets, by number.
+            keys: Keys of the buckets, by number.
             starts: The first element of each parameter.
             total: Elements of all buckets.
             weights: Where the parameters are.
@@ -438,7 +438,7 @@ def _place_layers(key: str, entry: TensorStorageMetadata, weight: str) -> dict[s
     """The places of what is stored under a key.
 
     Args:
-        key: Of a weight, or of its state in the optimizer.
+        key: Key of a weight, or of its state in the optimizer.
         entry: What the metadata says of it.
         weight: The weight's own key.
 
@@ -538,7 +538,7 @@ def writer(arguments: Mapping[str, object], parts: Mapping[str, Part] = MappingP
 
     Args:
         arguments: Flags by name, for common.pt.
-        parts: By flat name, what a rank gives, where that is not all.
+        parts: Parts of tensors that a rank gives, by flat name, where that is not all.
     """
 
     def write(
@@ -581,8 +581,8 @@ def _write_common(
 
     Args:
         folder: The unfinished checkpoint.
-        record: Its plain values.
-        tensors: Those of the first rank, by flat name.
+        record: Plain values of the checkpoint.
+        tensors: Tensors of the first rank, by flat name.
         namespace: Megatron's arguments.
     """
 
@@ -658,10 +658,10 @@ def _cut_pieces(name: str, tensor: Tensor, names: FolderNames, part: Part) -> It
     """Cut what is to be written of a tensor into pieces, one per block.
 
     Args:
-        name: Its flat name.
+        name: Flat name of the tensor.
         tensor: What this rank gives of it.
         names: How the folder has the layers.
-        part: Which part of the whole tensor that is.
+        part: Part of the whole tensor that it is.
     """
     key, layer = _find_key(name, names)
     whole = part.whole if layer is None else (names.shape.num_layers, *part.whole)
@@ -682,9 +682,9 @@ def _part_experts(pieces: Iterable[Piece], experts: int, rows: int) -> Iterator[
     """The same pieces of matrices of experts, in a tensor where experts are a dimension.
 
     Args:
-        pieces: Of the matrices, which lie one below the other.
+        pieces: Pieces of the matrices, which lie one below the other.
         experts: How many there are.
-        rows: Of each.
+        rows: Rows of each matrix.
     """
     for piece in pieces:
         region = piece.region

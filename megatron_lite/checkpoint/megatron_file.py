@@ -58,9 +58,9 @@ class MegatronFile(Stored):
     def __init__(self, path: Path, splits: tuple[int, int, int] = WHOLE, stage: int = 0):
         """
         Args:
-            path: Of the file.
+            path: Path of the file.
             splits: Into how many parts its model must be split, as MegatronArgs.splits.
-            stage: Of its pipeline, counted from 0.
+            stage: Stage of its pipeline, counted from 0.
 
         Raises:
             CheckpointError: The file cannot be read, or is not of a GPT.
@@ -196,8 +196,8 @@ class MegatronParts(MegatronFile):
     def __init__(self, folder: Path, files: dict[tuple[int, int], Path]):
         """
         Args:
-            folder: Of the checkpoint.
-            files: By tensor parallel rank and stage.
+            folder: Folder of the checkpoint.
+            files: Files by tensor parallel rank and stage.
 
         Raises:
             CheckpointError: A part is missing, cannot be read, or is not of a GPT.
@@ -227,7 +227,7 @@ class MegatronParts(MegatronFile):
 
         Args:
             parts: The opened files of each stage, one per tensor parallel rank.
-            record: Of the first of them.
+            record: Record of the first of them.
 
         Returns:
             One tensor per tensor parallel rank.
@@ -255,7 +255,7 @@ class MegatronParts(MegatronFile):
 
         Args:
             counts: Layers of each stage's chunks.
-            layers: Of the whole model.
+            layers: Layers of the whole model.
 
         Raises:
             CheckpointError: The stages do not have that many layers, or different numbers of chunks.
@@ -326,9 +326,9 @@ def read_record(
 
     Args:
         state: The file's contents.
-        args: That the model was trained with.
-        rows: Of the embedding, all ranks' together.
-        dtype: Of the weights.
+        args: Megatron's arguments, with which the model was trained.
+        rows: Rows of the embedding, all ranks' together.
+        dtype: Data type of the weights.
         has_optimizer: Whether the optimizer's state is known by names.
     """
     iteration = state.get("iteration", state.get("total_iters", 0))  # converted weights have neither
@@ -357,7 +357,7 @@ def write_values(record: CheckpointRecord, namespace: argparse.Namespace, take: 
     """All of a checkpoint that is neither model nor optimizer nor random states.
 
     Args:
-        record: Of the checkpoint.
+        record: Record of the checkpoint.
         namespace: Megatron's arguments.
         take: Gives a flat name's tensor, or None.
     """
@@ -382,7 +382,7 @@ def write_rng_state(ranks: Iterable[int], take: Take, seed: int, kinds: list[str
         ranks: Whose states it lists.
         take: Gives a flat name's tensor, or None.
         seed: The value of --seed.
-        kinds: Of random states that each of them has.
+        kinds: Kinds of random states that each of them has.
     """
     entries: list[RandomState] = []
     for rank in ranks:
@@ -405,10 +405,10 @@ def write_megatron_file(file: BinaryIO, record: CheckpointRecord, tensors: dict[
 
     Args:
         file: Opened for writing.
-        record: Of the checkpoint.
-        tensors: By flat name, on any device.
-        args: With --transformer-impl transformer_engine, the default, names and optimizer are those of a Megatron that
-            trains with Transformer Engine; with local, of one without.
+        record: Record of the checkpoint.
+        tensors: Tensors of the checkpoint by flat name, on any device.
+        args: Megatron's arguments. With --transformer-impl transformer_engine, the default, names and optimizer are
+            those of a Megatron that trains with Transformer Engine; with local, of one without.
     """
 
     def take(name: str) -> Tensor | None:

@@ -123,7 +123,7 @@ def in_file_order(names: Iterable[str], fused: bool) -> list[str]:
     """Sort our names into the order of Megatron's named_parameters.
 
     Args:
-        names: Of weights. ValueError for one that a GPT does not have.
+        names: Names of weights. ValueError for one that a GPT does not have.
         fused: Whether the layers are Transformer Engine's, which have the first norm inside linear_qkv.
     """
     in_a_layer = IN_A_FUSED_LAYER if fused else IN_A_LAYER
@@ -222,9 +222,9 @@ class FolderNames:
         """Where the folder has the (empty) state of a linear module.
 
         Args:
-            module: Its name within the layer.
-            layer: Its number.
-            expert: Which expert's; None for a module of the whole layer.
+            module: Name of the module within the layer.
+            layer: Number of the layer, from 0.
+            expert: Number of the expert; None for a module of the whole layer.
         """
         places = [] if expert is None else [(expert, self.experts)]
         if self.stacks:
@@ -242,7 +242,7 @@ class FolderNames:
 
         Args:
             modules: Names within a layer.
-            modules_of_an_expert: Those of each expert, within a layer.
+            modules_of_an_expert: Names of each expert's modules, within a layer.
         """
         keys = []
         for depth in range(self.shape.mtp_num_layers):

@@ -44,8 +44,8 @@ def read_optimizer(optimizer: OptimizerState, weights: dict[str, Tensor]) -> dic
     """The flat tensors of the optimizer, without its loss scale.
 
     Args:
-        optimizer: As the file has it.
-        weights: By our names, in the file's order.
+        optimizer: State of the optimizer, as the file has it.
+        weights: Weights by our names, in the file's order.
 
     Raises:
         Unmapped: Its numbers of parameters do not fit these weights.
@@ -165,11 +165,11 @@ def write_optimizer(
     """Make the state that Megatron's optimizer loads.
 
     Args:
-        weights: By our names, in Megatron's order.
+        weights: Weights by our names, in Megatron's order.
         take: Gives a flat name's tensor, or None.
-        settings: Of a parameter group, from group_settings.
-        fused: For Transformer Engine's Adam, which counts steps per group and stumbles over a count per parameter;
-            torch's insists on the latter.
+        settings: Settings of a parameter group, from group_settings.
+        fused: Whether Transformer Engine's Adam is to read it, which counts steps per group and stumbles over a count
+            per parameter. torch's insists on the latter.
         o: The optimizer's flags.
         width: ModelShape.mup_width_mult.
     """
@@ -227,8 +227,8 @@ def write_settings(
     Args:
         step: How many the optimizer has made; None if it does not count them.
         take: Gives a flat name's tensor, or None.
-        settings: Of a parameter group, from group_settings.
-        fused: As for write_optimizer.
+        settings: Settings of a parameter group, from group_settings.
+        fused: Whether Transformer Engine's Adam is to read it, as for write_optimizer.
         o: The optimizer's flags.
         width: ModelShape.mup_width_mult.
     """
@@ -250,9 +250,9 @@ def read_settings(optimizer: OptimizerState, names: Iterable[str], where: str = 
     """The inverse of `write_settings`: what the optimizer holds besides tensors of the weights' shapes.
 
     Args:
-        optimizer: As the file has it.
-        names: Of its parameters.
-        where: It is stored, to begin the text of the exception with.
+        optimizer: State of the optimizer, as the file has it.
+        names: Names of its parameters.
+        where: Names the place where it is stored, at the beginning of the exception's text.
 
     Returns:
         Flat tensors: the steps of each parameter, and the loss scale.
@@ -359,10 +359,10 @@ def read_buffers(
     That the layout is understood is proved by the weights: each must be its master, rounded.
 
     Args:
-        path: Of FILE.
+        path: Path of the file.
         optimizer: What the checkpoint's other file has of it.
-        weights: By our names, in the file's order.
-        args: That the checkpoint was trained with.
+        weights: Weights by our names, in the file's order.
+        args: Megatron's arguments, with which the checkpoint was trained.
 
     Raises:
         Unmapped: The file is missing, damaged, or laid out in a way that is not known.

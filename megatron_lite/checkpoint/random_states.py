@@ -73,9 +73,9 @@ def from_megatron(entry: RandomState) -> dict[str, Tensor]:
     """Make a rank's flat tensors, by kind, with cuda in any case.
 
     Args:
-        entry: Of Megatron's rng_state list, as unpickle.load returns it. The array of numpy's keys may be left unmade,
-            and then has (version, shape, dtype, column-major, bytes); a library that tells torch to trust numpy
-            (megatron-core does) gets it made.
+        entry: Entry of Megatron's rng_state list, as unpickle.load returns it. The array of numpy's keys may be left
+            unmade, and then has (version, shape, dtype, column-major, bytes); a library that tells torch to trust
+            numpy (megatron-core does) gets it made.
     """
     name, keys, position, has_gauss, gauss = entry["np_rng_state"]
     if isinstance(keys, Inert) and isinstance(keys.state, tuple):

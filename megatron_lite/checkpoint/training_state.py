@@ -107,9 +107,9 @@ class WriteTensors(Protocol):
 
         Args:
             folder: The unfinished checkpoint.
-            record: Its plain values.
-            tensors: By flat name, what this rank gives of them.
-            group: Of the ranks that write; None: this process alone.
+            record: Plain values of the checkpoint.
+            tensors: Tensors that this rank gives, by flat name.
+            group: The ranks that write; None: this process alone.
 
         Returns:
             The manifest's entries of files that were hashed while they were written; the others are still to be.
@@ -158,8 +158,8 @@ class Stored(ABC):
         checkpoint lacks become zeros, as Megatron-Core loads them, and rows that the run lacks are left out.
 
         Args:
-            targets: By flat name, the tensors to fill.
-            parts: By name, what a target holds, where that is not all.
+            targets: Tensors to fill, by flat name.
+            parts: Parts of the whole that targets hold, by name, where that is not all.
         """
         absent = sorted(set(targets) - self.names())
         if absent:

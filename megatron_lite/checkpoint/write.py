@@ -53,7 +53,7 @@ class Writer:
         """Write a checkpoint, and the tracker that names it.
 
         Args:
-            record: Its plain values.
+            record: Plain values of the checkpoint.
             tensors: This rank's share, by flat name; each name is given by one rank.
             release: Whether it is SAVE/release instead of SAVE/iter_NNNNNNN.
 
@@ -202,7 +202,7 @@ def write_alone(
     Args:
         save: The folder of checkpoints.
         record: Plain values of the new one.
-        tensors: Its tensors, by flat name.
+        tensors: Tensors of the checkpoint, by flat name.
         release: Whether it is SAVE/release instead of SAVE/iter_NNNNNNN.
         arguments: Flags that it was trained with, by name; those that are not known have their defaults.
 
@@ -230,7 +230,7 @@ def assign_share(tensors: dict[str, Tensor], rank: int, size: int) -> dict[str, 
     Scalars are the first rank's. Every rank comes to the same division, as names and shapes are the same.
 
     Args:
-        tensors: Those that all of these ranks hold, by flat name.
+        tensors: Tensors that all of these ranks hold, by flat name.
         rank: The one in question, from 0.
         size: How many ranks hold them.
     """

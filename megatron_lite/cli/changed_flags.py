@@ -54,7 +54,7 @@ def explain_change(
     Args:
         words: The script and its arguments.
         lines: The objections.
-        gpus: Of the job, where they were given.
+        gpus: GPUs of the job, where they were given.
         dropped: Names behind --drop.
         added: Flags behind --add.
 
@@ -128,9 +128,9 @@ def _find_arguments(script: str, arguments: list[str], flag: str, gpus: int | No
 
     Args:
         script: The script.
-        arguments: Its arguments.
+        arguments: Arguments of the script.
         flag: A flag of the trainer, with which it is tried.
-        gpus: Of the job, where they were given.
+        gpus: GPUs of the job, where they were given.
 
     Returns:
         The arguments, with -- at their end where the script wants it; None where it takes no flags.

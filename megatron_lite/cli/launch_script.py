@@ -285,9 +285,9 @@ def _search_twice(
 
     Args:
         bash: The program.
-        script: Its name.
-        text: Its text.
-        arguments: Its arguments.
+        script: Name of the script.
+        text: Content of the script.
+        arguments: Arguments of the script.
         gpus_per_node: Where no line of a batch system says it.
         unset: Variables that count as empty where nothing sets them.
     """

@@ -112,7 +112,7 @@ def planned_run(
         words: SCRIPT.sh ARGUMENTS..., a launch command such as torchrun ... pretrain_gpt.py FLAGS, or the trainer's
             flags.
         gpus: GPUs of the whole job; None for what the words say, else 1.
-        launch_number: Which launch of a script that starts several, from 1.
+        launch_number: Number, from 1, of the launch to plan where a script starts several.
         dropped: Names of the trainer's flags that are left out.
         added: Flags of the trainer that stand for those of the same name.
 

@@ -13,7 +13,7 @@ def parse_expert_layers(frequency: str, num_layers: int) -> tuple[bool, ...]:
     Args:
         frequency: A number N, for the first of every N layers, or a pattern with a 0 or 1 for each layer, as a Python
             expression of lists: "([0]*3+[1]*13)".
-        num_layers: Of the model.
+        num_layers: Number of layers of the model.
 
     Raises:
         ValueError: It is neither, or its pattern has another number of layers; the text says which.
@@ -35,7 +35,7 @@ def parse_window_layers(frequency: str | None, num_layers: int) -> tuple[bool, .
 
     Args:
         frequency: A number N, for all but the last of every N layers, or a pattern as above; None for all layers.
-        num_layers: Of the model.
+        num_layers: Number of layers of the model.
 
     Raises:
         ValueError: As above.

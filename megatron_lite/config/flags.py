@@ -91,14 +91,14 @@ def flag(
     """Declare one knob. One whose default is None, which its type does not allow, must be given.
 
     Args:
-        default: Its value where it is not given.
+        default: Value where the flag is not given.
         help: What it does, for --help.
         must_be: The numbers it takes; None for all, and for what is no number.
         choices: The words it takes; () for all.
         off: The spelling that switches a default-on bool off.
         aliases: Other spellings.
         value: What help calls its value; the kind's name when empty.
-        as_switch: For a knob that may also be used like a switch, the values that this means: (on, off).
+        as_switch: Values that a knob which may also be used like a switch then has: (on, off).
         zero_is_off: 0 is the same as leaving it out, which stands for None.
     """
     metadata = {"help": help, "choices": choices, "value": value, "as_switch": as_switch, "must_be": must_be}

@@ -123,10 +123,10 @@ class Layout:
         """The rank at a place.
 
         Args:
-            tensor_rank: Its place among ranks that split each layer.
-            context_rank: Its place among ranks that share out positions.
-            data_rank: Its place among ranks that share out the batch.
-            pipeline_rank: Its stage.
+            tensor_rank: Place among ranks that split each layer.
+            context_rank: Place among ranks that share out positions.
+            data_rank: Place among ranks that share out the batch.
+            pipeline_rank: Number of the stage.
         """
         outer = data_rank + self.data * pipeline_rank
         if self.data_is_outermost:
@@ -461,7 +461,7 @@ def find_part(
 
     Args:
         name: The parameter's name, Megatron-Core's.
-        shape: Its shape on the rank.
+        shape: Shape of the parameter on the rank.
         layout: The layout, as the rank has it.
         gated: Whether fc1's rows are all gates, then all values. A rank has the same ones of both.
         experts: How many experts the rank has in each layer.

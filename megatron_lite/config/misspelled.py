@@ -66,7 +66,7 @@ def find_closest(word: str, words: Sequence[str], least: float) -> list[str]:
 
     Args:
         word: The word that was typed.
-        words: Those that may have been meant.
+        words: Words that may have been meant.
         least: Similarity below which a word does not count, from 0 to 1 (difflib's ratio).
     """
     if word == "--":

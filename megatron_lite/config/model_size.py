@@ -315,7 +315,7 @@ def _count_map_flops(shape: ModelShape, sequences: int, mlp: int) -> int:
 
     Args:
         shape: The model, or a rank's share of it.
-        sequences: Of the shape's length.
+        sequences: Number of sequences, of the shape's length.
         mlp: Rows and columns of the MLP's matrices, or of those that a token passes.
     """
     weights = count_attention_weights(shape) + mlp * shape.hidden_size

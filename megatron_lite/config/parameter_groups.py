@@ -38,7 +38,7 @@ def find_group(name: str, dimensions: int, o: OptimizerArgs, width: float = 1.0)
 
     Args:
         name: Megatron-Core's.
-        dimensions: Of its tensor.
+        dimensions: Number of dimensions of its tensor.
         o: The optimizer's flags.
         width: ModelShape.mup_width_mult.
     """

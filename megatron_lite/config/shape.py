@@ -106,7 +106,7 @@ def parse_nested(kind: type[Nested], shape: Mapping[str, object], name: str) -> 
     Args:
         kind: ExpertShape or LatentShape.
         shape: Fields of the model by name.
-        name: That of the field which holds them: "experts" or "latent".
+        name: Name of the field that holds them: "experts" or "latent".
 
     Raises:
         TypeError: They are no such fields, or one of them is unknown or missing.

@@ -48,8 +48,8 @@ def read_world(gpus: int, threads: int, environment: Mapping[str, str] = os.envi
     """Read the launcher's variables, which have torchrun's names.
 
     Args:
-        gpus: As torch counts them here.
-        threads: The same.
+        gpus: Number of GPUs, as torch counts them here.
+        threads: Number of threads, as torch counts them here.
         environment: The variables.
 
     Raises:

@@ -85,7 +85,7 @@ def list_objections(e: ExpertShape, keys: ExpertKeys) -> Iterator[tuple[str, str
 
     Args:
         e: The model's experts.
-        keys: Of their architecture.
+        keys: Keys of their architecture.
     """
     if keys.layers == EVERY_LAYER and not all(e.layers):
         yield "--moe-layer-freq", "experts in every layer"
@@ -124,7 +124,7 @@ def _list_shared_objections(e: ExpertShape, keys: ExpertKeys) -> Iterator[tuple[
 
     Args:
         e: The model's experts.
-        keys: Of their architecture.
+        keys: Keys of their architecture.
     """
     width = e.shared_ffn_hidden_size
     flag = f"--moe-shared-expert-intermediate-size {width}"
@@ -144,7 +144,7 @@ def complete(e: ExpertShape, keys: ExpertKeys) -> ExpertShape:
 
     Args:
         e: The model's experts.
-        keys: Of their architecture.
+        keys: Keys of their architecture.
     """
     return replace(e, expert_bias=e.expert_bias or keys.has_bias)
 
@@ -154,7 +154,7 @@ def list_notes(e: ExpertShape, keys: ExpertKeys) -> Iterator[str]:
 
     Args:
         e: The model's experts.
-        keys: Of their architecture.
+        keys: Keys of their architecture.
     """
     written = _find_loss(e, keys)
     for kind, coeff in e.balancing:
@@ -176,9 +176,9 @@ def list_links(ours: str, theirs: str, e: ExpertShape, keys: ExpertKeys) -> Iter
 
     Args:
         ours: What names of the layer's parameters begin with here.
-        theirs: The same there.
+        theirs: Beginning of the layer's names there.
         e: The experts.
-        keys: Of their architecture.
+        keys: Keys of their architecture.
     """
     ours = f"{ours}mlp."
     theirs = f"{theirs}{keys.block}."
@@ -207,7 +207,7 @@ def build_experts(e: ExpertShape, keys: ExpertKeys) -> dict[str, object]:
 
     Args:
         e: The model's experts.
-        keys: Of their architecture.
+        keys: Keys of their architecture.
     """
     kind, coeff = _find_loss(e, keys) or (None, 0.0)
     values: dict[str, object] = {
@@ -238,7 +238,7 @@ def _build_deepseek(e: ExpertShape, keys: ExpertKeys) -> dict[str, object]:
 
     Args:
         e: The model's experts.
-        keys: Of their architecture.
+        keys: Keys of their architecture.
     """
     is_sigmoid = keys.shares == SIGMOID
     greedy = "greedy" if e.groups is None else "group_limited_greedy"
@@ -260,7 +260,7 @@ def _find_loss(e: ExpertShape, keys: ExpertKeys) -> tuple[str, float] | None:
 
     Args:
         e: The model's experts.
-        keys: Of their architecture.
+        keys: Keys of their architecture.
     """
     known = (AUX_LOSS, SEQ_AUX_LOSS) if keys.layers == LATE_LAYERS else (AUX_LOSS,)
     return next((loss for loss in e.balancing if loss[0] in known), None)
@@ -283,9 +283,9 @@ def read_experts(config: ConfigFile, keys: ExpertKeys, num_layers: int) -> Exper
     """Read the experts of a config.json; None if no layer has any.
 
     Args:
-        config: Of the model.
-        keys: Of its architecture.
-        num_layers: Of the model.
+        config: Config of the model.
+        keys: Keys of its architecture.
+        num_layers: Number of layers of the model.
 
     Raises:
         CheckpointError: A value does not exist here.
@@ -328,9 +328,9 @@ def _read_layers(config: ConfigFile, keys: ExpertKeys, num_layers: int) -> list[
     """Whether each layer has experts.
 
     Args:
-        config: Of the model.
-        keys: Of its architecture.
-        num_layers: Of the model.
+        config: Config of the model.
+        keys: Keys of its architecture.
+        num_layers: Number of layers of the model.
 
     Raises:
         CheckpointError: The pattern of layers is none that exists here.
@@ -357,8 +357,8 @@ def _read_normalization(config: ConfigFile, keys: ExpertKeys, topk: int) -> bool
     """Whether a token's shares add up to 1.
 
     Args:
-        config: Of the model.
-        keys: Of its architecture.
+        config: Config of the model.
+        keys: Keys of its architecture.
         topk: Experts of a token.
 
     Raises:
@@ -378,8 +378,8 @@ def _read_deepseek(config: ConfigFile, keys: ExpertKeys, experts: ExpertShape) -
     """Add what only DeepSeek's have.
 
     Args:
-        config: Of the model.
-        keys: Of its architecture.
+        config: Config of the model.
+        keys: Keys of its architecture.
         experts: What is known so far.
 
     Raises:
@@ -413,8 +413,8 @@ def _read_groups(config: ConfigFile, keys: ExpertKeys, experts: ExpertShape) -> 
     """The number of groups of experts and of those that a token's come from; None, None where all are in one.
 
     Args:
-        config: Of the model.
-        keys: Of its architecture.
+        config: Config of the model.
+        keys: Keys of its architecture.
         experts: What is known so far.
 
     Raises:

@@ -37,7 +37,7 @@ def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor in another type.
 
     Args:
-        name: Its name, for the message.
+        name: Name of the tensor, for the message.
         tensor: The numbers.
         dtype: The type.
 
@@ -54,8 +54,8 @@ def to_hf_sizes(link: Link, sizes: Sizes) -> Sizes:
     """The shapes of a link's tensors of theirs.
 
     Args:
-        link: Of a parameter of ours with them.
-        sizes: Of our parameters.
+        link: Links a parameter of ours with them.
+        sizes: Sizes of our parameters.
     """
     theirs = link.layout.to_hf(torch.empty(sizes[link.ours], device="meta"))
     return {name: tuple(tensor.shape) for name, tensor in zip(link.theirs, theirs)}
@@ -68,11 +68,11 @@ def require_same(
 
     Args:
         expected: The names that must be there.
-        found: Those that are.
+        found: Names that are there.
         where: The flag and its value, to begin a message with.
-        verbs: For names that are not found, and for those beside them.
+        verbs: Words for names that are not found, and for those beside them.
         what: Has the names, in the plural.
-        remedy: To end a message with.
+        remedy: Words that end a message.
 
     Raises:
         CheckpointError: They differ.
@@ -157,9 +157,9 @@ class Export:
         """Write the weights, in one file or in several with an index.
 
         Args:
-            folder: Where they go.
-            links: Of our parameters with theirs, in their order.
-            sizes: Of our parameters.
+            folder: Folder that they go into.
+            links: Links of our parameters with theirs, in their order.
+            sizes: Sizes of our parameters.
         """
         dtype = DTYPES[self.precision]
         theirs: Sizes = {}
@@ -186,8 +186,8 @@ class Export:
         """Divide tensors over files, each below shard_bytes unless a single tensor is larger.
 
         Args:
-            sizes: Of the tensors, in their order.
-            num_bytes: Of each of them.
+            sizes: Sizes of the tensors, in their order.
+            num_bytes: Number of bytes of each of them.
         """
         shards: list[Sizes] = [{}]
         filled = 0  # bytes of the last one
@@ -203,8 +203,8 @@ class Export:
         """Read the weights, layer by layer. What the checkpoint does not hold is zeros.
 
         Args:
-            links: Of our parameters with theirs, in their order.
-            sizes: Of our parameters.
+            links: Links of our parameters with theirs, in their order.
+            sizes: Sizes of our parameters.
             total: Tensors of theirs.
 
         Yields:
@@ -224,8 +224,8 @@ class Export:
         """Read our weights of one layer, in the precision from which theirs are made.
 
         Args:
-            layer: Its links.
-            sizes: Of our parameters.
+            layer: Links of the layer's parameters.
+            sizes: Sizes of our parameters.
         """
         record = self.stored.record
         held = self.stored.names()
@@ -262,9 +262,9 @@ def _require_possible(config: ConfigFile, shape: ModelShape, num_tensors: int) -
     """Refuse a model that takes for ever to describe, before it is described.
 
     Args:
-        config: That tells of it.
-        shape: Its sizes.
-        num_tensors: That the folder holds.
+        config: The configuration that names it.
+        shape: Sizes of the model.
+        num_tensors: Number of tensors that the folder holds.
 
     Raises:
         CheckpointError: It has more layers than tensors, or a matrix that is too large.
@@ -297,7 +297,7 @@ def import_hf(
     """Read a Hugging Face folder.
 
     Args:
-        folder: Its path.
+        folder: Path of the Hugging Face folder.
         divisible_by: The vocabulary is padded to a multiple of it.
         precision: fp32, fp16 or bf16; None: the files' own, fp32 if they have several.
 
@@ -342,9 +342,9 @@ def _require_sizes(folder: Path, tensors: dict[str, Tensor], sizes: Sizes) -> No
     """Check that tensors of a folder have the shapes that its config.json gives them.
 
     Args:
-        folder: Its path, for the message.
-        tensors: By name.
-        sizes: Of them.
+        folder: Path of the folder, for the message.
+        tensors: Our tensors by name.
+        sizes: Sizes of our tensors by name.
 
     Raises:
         CheckpointError: One has another shape.
@@ -362,7 +362,7 @@ def _match_names(folder: Path, family: Family, links: list[Link], weights: Weigh
     """The names that tensors have in the files, by their standard names.
 
     Args:
-        folder: Of the model.
+        folder: Folder of the model.
         family: Knows the standard names.
         links: Tell which tensors there must be.
         weights: The opened files.
@@ -393,7 +393,7 @@ def to_hugging_face(export: Export, save_hf: Path) -> None:
 
     Args:
         export: What goes into it.
-        save_hf: Its path.
+        save_hf: Path of the new folder.
 
     Raises:
         UserError: It cannot be written.
@@ -442,7 +442,7 @@ def to_own_format(
 
     Args:
         load: The folder of checkpoints.
-        step: Which one; None: the newest.
+        step: Iteration of the checkpoint; None: the newest.
         save: The folder of the new one, which must be new, too.
         say: Is told of what is passed over or left out.
 
@@ -467,8 +467,8 @@ def require_new(flag: str, folder: Path) -> None:
     """Check that a folder is empty or does not exist.
 
     Args:
-        flag: That names it, for the message.
-        folder: Its path.
+        flag: The flag that names the folder, for the message.
+        folder: Path of the folder.
 
     Raises:
         UserError: It holds something.

@@ -62,7 +62,7 @@ def links(shape: ModelShape, vocab_size: int) -> Iterator[Link]:
     """All parameters of a complete shape, in the model's order.
 
     Args:
-        shape: Of the model.
+        shape: Shape of the model.
         vocab_size: Ids without padding.
     """
     rows = lay_out_vocabulary(shape, vocab_size)
@@ -97,7 +97,7 @@ def build_config(shape: ModelShape, vocab_size: int) -> dict[str, object]:
     """Make the shape's part of config.json.
 
     Args:
-        shape: Of the model.
+        shape: Shape of the model.
         vocab_size: Ids without padding.
     """
     # the first of several names for one function
@@ -127,7 +127,7 @@ def read_shape(config: ConfigFile, padded_vocab_size: int) -> ModelShape:
     """The shape of a config.json.
 
     Args:
-        config: Of the model.
+        config: Config of the model.
         padded_vocab_size: Rows of the embeddings here.
 
     Raises:

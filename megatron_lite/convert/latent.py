@@ -26,8 +26,8 @@ def list_objections(shape: ModelShape, latent: LatentShape) -> Iterator[tuple[st
     """List what latent attention cannot be: a flag, and what it has instead.
 
     Args:
-        shape: Of the model.
-        latent: Its attention.
+        shape: Shape of the model.
+        latent: Shape of the model's attention.
     """
     if not shape.qk_layernorm:
         yield "--multi-latent-attention without --qk-layernorm", "norms of latent vectors"
@@ -42,9 +42,9 @@ def list_links(ours: str, theirs: str, shape: ModelShape, latent: LatentShape) -
 
     Args:
         ours: What names of the layer's parameters begin with here.
-        theirs: The same there.
-        shape: Of the model.
-        latent: Its attention.
+        theirs: Beginning of the layer's names there.
+        shape: Shape of the model.
+        latent: Shape of the model's attention.
     """
     absent = {"linear_q_proj"} if latent.q_lora_rank is not None else OF_QUERIES
     norm = lay_out_norm(shape)
@@ -59,8 +59,8 @@ def build_latent(shape: ModelShape, latent: LatentShape) -> dict[str, object]:
     """Make config.json's part on latent attention.
 
     Args:
-        shape: Of the model.
-        latent: Its attention.
+        shape: Shape of the model.
+        latent: Shape of the model's attention.
     """
     values: dict[str, object] = {
         "num_key_value_heads": shape.num_attention_heads,
@@ -82,8 +82,8 @@ def read_latent(config: ConfigFile, rotation: Rotation) -> LatentShape:
     """Read the latent attention of a config.json.
 
     Args:
-        config: Of the model.
-        rotation: Its rotary frequencies.
+        config: Config of the model.
+        rotation: Rotary frequencies of the model.
 
     Raises:
         CheckpointError: A value does not exist here.

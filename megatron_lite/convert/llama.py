@@ -165,7 +165,7 @@ def links(shape: ModelShape, vocab_size: int) -> Iterator[Link]:
     """All parameters of a complete shape, in the model's order.
 
     Args:
-        shape: Of the model.
+        shape: Shape of the model.
         vocab_size: Ids without padding.
     """
     rows = lay_out_vocabulary(shape, vocab_size)
@@ -188,8 +188,8 @@ def _list_attention_links(ours: str, theirs: str, shape: ModelShape) -> Iterator
 
     Args:
         ours: What names of the layer's parameters begin with here.
-        theirs: The same there.
-        shape: Of the model.
+        theirs: Beginning of the layer's names there.
+        shape: Shape of the model.
     """
     if shape.latent is not None:
         yield from latent.list_links(ours, theirs, shape, shape.latent)
@@ -212,8 +212,8 @@ def _list_mlp_links(ours: str, theirs: str, shape: ModelShape, layer: int) -> It
 
     Args:
         ours: What names of the layer's parameters begin with here.
-        theirs: The same there.
-        shape: Of the model.
+        theirs: Beginning of the layer's names there.
+        shape: Shape of the model.
         layer: The layer's number, from 0.
     """
     keys = _find(shape).experts
@@ -236,7 +236,7 @@ def build_config(shape: ModelShape, vocab_size: int) -> dict[str, object]:
     """Make the shape's part of config.json.
 
     Args:
-        shape: Of the model.
+        shape: Shape of the model.
         vocab_size: Ids without padding.
     """
     name = _find_name(shape)
@@ -276,7 +276,7 @@ def read_shape(config: ConfigFile, padded_vocab_size: int) -> ModelShape:
     """The shape of a config.json.
 
     Args:
-        config: Of the model.
+        config: Config of the model.
         padded_vocab_size: Rows of the embeddings here.
 
     Raises:
@@ -338,8 +338,8 @@ def _read_biases(config: ConfigFile, of: Architecture) -> tuple[bool, bool]:
     """Whether all linear layers have biases, and whether those of queries, keys and values have.
 
     Args:
-        config: Of the model.
-        of: Its architecture.
+        config: Config of the model.
+        of: Architecture of the model.
 
     Raises:
         CheckpointError: Others have some.

@@ -59,7 +59,7 @@ def lay_out_norm(shape: ModelShape, rotated: bool = False) -> WeightForms:
     """The weight of a norm, which may be stored minus one here. What is taken is always stored as it is.
 
     Args:
-        shape: Of the model.
+        shape: Shape of the model.
         rotated: Whether the norm is that of queries or keys, whose channels go where those of lay_out_qkv go.
     """
     are_turned = rotated and shape.rotary_interleaved

@@ -67,8 +67,8 @@ def read_rotation(config: ConfigFile, positions: int, usual_base: int) -> Rotati
     """Read the rotation in either spelling: rope_parameters, or rope_theta and rope_scaling.
 
     Args:
-        config: Of the model.
-        positions: Its max_position_embeddings, which stand for the original ones where those are left out.
+        config: Config of the model.
+        positions: The model's max_position_embeddings, which stand for the original ones where those are left out.
         usual_base: The architecture's rope_theta, where that is left out.
 
     Raises:
@@ -102,7 +102,7 @@ def _read_yarn(rope: ConfigFile, positions: int) -> Rotation:
     """Read the numbers of YaRN.
 
     Args:
-        rope: They are among its keys.
+        rope: The configuration that has them among its keys.
         positions: The original ones, where those are left out.
     """
     factor = rope.number("factor")

@@ -188,10 +188,10 @@ def write_safetensors(
     The library itself takes them all at once, and a model need not fit into memory.
 
     Args:
-        path: Of the new file.
-        sizes: Of the tensors by name, in their order.
-        dtype: Of all of them but `others`.
-        tensors: As many as there are names.
+        path: Path of the new file.
+        sizes: Sizes of the tensors by name, in their order.
+        dtype: Data type of all of them but `others`.
+        tensors: A tensor for each name.
         others: Types by name of those that have another one.
 
     Raises:

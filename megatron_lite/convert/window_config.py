@@ -35,8 +35,8 @@ def list_objections(shape: ModelShape, keys: WindowKeys | None) -> Iterator[tupl
     """List what windows cannot be: a flag, and what there is instead.
 
     Args:
-        shape: Of the model.
-        keys: Of its architecture; None: it has no windows.
+        shape: Shape of the model.
+        keys: Keys of its architecture; None: it has no windows.
     """
     if shape.window is None:
         return
@@ -57,8 +57,8 @@ def build_window(shape: ModelShape, keys: WindowKeys | None) -> dict[str, object
     """Make config.json's part on windows.
 
     Args:
-        shape: Of the model.
-        keys: Of its architecture; None: it has no windows.
+        shape: Shape of the model.
+        keys: Keys of its architecture; None: it has no windows.
     """
     if keys is None:
         return {"use_sliding_window": False}
@@ -76,9 +76,9 @@ def read_window(config: ConfigFile, keys: WindowKeys | None, num_layers: int) ->
     """Read which layers have a window, and of how many tokens.
 
     Args:
-        config: Of the model.
-        keys: Of its architecture; None: it has no windows.
-        num_layers: Of the model.
+        config: Config of the model.
+        keys: Keys of its architecture; None: it has no windows.
+        num_layers: Number of layers of the model.
 
     Raises:
         CheckpointError: Keys contradict each other, or there are windows where the architecture has none.
@@ -110,8 +110,8 @@ def _read_layer_types(config: ConfigFile, num_layers: int) -> list[bool] | None:
     """Whether each layer has a window, by layer_types; None without that key.
 
     Args:
-        config: Of the model.
-        num_layers: Of the model.
+        config: Config of the model.
+        num_layers: Number of layers of the model.
 
     Raises:
         CheckpointError: There are other types, or more or fewer of them.
@@ -130,9 +130,9 @@ def _choose_late_layers(config: ConfigFile, keys: WindowKeys, num_layers: int) -
     """Whether each layer has a window, by max_window_layers, before which there is none.
 
     Args:
-        config: Of the model.
-        keys: Of its architecture.
-        num_layers: Of the model.
+        config: Config of the model.
+        keys: Keys of its architecture.
+        num_layers: Number of layers of the model.
 
     Raises:
         CheckpointError: Which layers that is depends on the version of transformers.

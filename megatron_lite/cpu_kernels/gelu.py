@@ -69,8 +69,8 @@ def _fill(
 
     Args:
         x: Numbers, flat.
-        result: To be filled with gelu(x).
-        slope: To be filled with gelu'(x); None where no backward follows.
+        result: Room for gelu(x).
+        slope: Room for gelu'(x); None where no backward follows.
         room: Buffers, as _make_room returns them.
         scale: GELU_SCALE, as a scalar tensor.
     """

@@ -84,8 +84,8 @@ def compute_input_gradient(gradient_W: Tensor, weight_WH: Tensor, like_H: Tensor
     """Compute the gradient of a linear layer's input.
 
     Args:
-        gradient_W: The gradient of its output, [..., W].
-        weight_WH: Its weight.
+        gradient_W: Gradient of the layer's output, [..., W].
+        weight_WH: Weight of the layer.
         like_H: A tensor of the result's size, where there is one, so that none is made.
 
     Returns:
@@ -178,9 +178,9 @@ def _differentiate(gradient_W: Tensor, input_H: Tensor, weight_WH: Tensor, place
     """Compute the gradient of a convolution's input or weight, of which then only the sizes count.
 
     Args:
-        gradient_W: The gradient of its output, [..., W].
-        input_H: Its input, [..., H].
-        weight_WH: Its filters.
+        gradient_W: Gradient of the convolution's output, [..., W].
+        input_H: Input of the convolution, [..., H].
+        weight_WH: Filters of the convolution.
         place: OF_INPUT or OF_WEIGHT.
     """
     wanted = [place == OF_INPUT, place == OF_WEIGHT, False]

@@ -78,8 +78,8 @@ def _mix_plainly(
         weights: float64 [D], the shares.
         begin: Number of the first step.
         taken: float64 [D], how often each data set was taken before it.
-        chosen: To be filled: the data set of each step.
-        earlier: To be filled: how often that data set was taken before.
+        chosen: Is filled with the data set of each step.
+        earlier: Is filled with how often that data set was taken before.
 
     Returns:
         float64 [D], how often each data set was taken after the last step.

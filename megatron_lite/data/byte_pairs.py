@@ -47,7 +47,7 @@ class BytePairs:
     def __init__(self, name: str, pattern: str, ranks: Mapping[bytes, int], special: Mapping[str, int]):
         """
         Args:
-            name: Of the encoding, for messages.
+            name: Name of the encoding, for messages.
             pattern: The regular expression that cuts texts.
             ranks: Ids by the bytes of a token; the smaller one is merged first.
             special: Ids by the text of a token that no merge makes.
@@ -154,7 +154,7 @@ def _find_special(vocab: dict[str, int], vocab_file: str | None, merge_file: str
 
     Args:
         vocab: Ids by token.
-        vocab_file: Where they are from.
+        vocab_file: Path of the file that they are from, for messages.
         merge_file: The file of merges.
 
     Raises:
@@ -214,7 +214,7 @@ class TikTokenizer(BytePairs):
             model: Path of the file of tokens.
             pattern: v1 or v2.
             vocab_size: Special tokens and others together; None: VOCAB_SIZE.
-            num_special_tokens: Those that are not named are called <SPECIAL_i>.
+            num_special_tokens: Number of special tokens. Those that are not named are called <SPECIAL_i>.
             special_tokens: Names of the first ones, all of SPECIAL_TOKENS among them; empty: those.
 
         Raises:
@@ -258,9 +258,9 @@ def _special_names(given: tuple[str, ...], number: int, vocab_size: int) -> list
     """The names of all special tokens, by id.
 
     Args:
-        given: Of the first ones.
+        given: Names of the first ones.
         number: How many there are.
-        vocab_size: Of all tokens.
+        vocab_size: Number of all tokens.
 
     Raises:
         UserError: A name is missing or there twice, or the numbers do not fit.
@@ -320,7 +320,7 @@ def train_bpe(texts: Iterable[str | bytes], vocab_size: int) -> tuple[dict[str, 
     """Learn byte pairs, the most frequent first; ties go to the pair with the smaller ids.
 
     Args:
-        texts: To learn from; bytes are read as UTF-8.
+        texts: Texts to learn from; bytes are read as UTF-8.
         vocab_size: Tokens that are wanted; there are fewer if no pair occurs twice any more.
 
     Returns:

@@ -80,9 +80,9 @@ def unpack(path: str, packed: IO[bytes], kind: FileKind | None) -> ByteStream:
     """`packed`, or what it holds if it is compressed.
 
     Args:
-        path: Of the file, for messages.
+        path: Path of the file, for messages.
         packed: The opened file.
-        kind: Of its compression; None: it has none.
+        kind: Kind of its compression; None: it has none.
 
     Raises:
         DataError: The kind is not read.
@@ -130,7 +130,7 @@ class _ZstandardReader(io.RawIOBase):
     def __init__(self, path: str, packed: IO[bytes]):
         """
         Args:
-            path: Of the file, for messages.
+            path: Path of the file, for messages.
             packed: The opened file.
 
         Raises:

@@ -60,10 +60,10 @@ def inspect(
     Memory: about 50 bytes per document; the tokens are streamed.
 
     Args:
-        prefix: Of the two files.
+        prefix: Prefix of the two files.
         vocab_size: Ids are below it; None: unknown.
         eod: The token that documents should end with; None: unknown.
-        flag: That named the files, for messages.
+        flag: Flag that named the files, for messages.
         report: Is called now and then.
 
     Raises:

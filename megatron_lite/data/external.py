@@ -111,7 +111,7 @@ class ExternalStreams:
         """A micro-batch of the user's as one of this trainer's.
 
         Args:
-            split: That it is of.
+            split: The split that the batch is for.
             batch: What the function gave.
             is_first: Whether ids on a GPU are looked at, too, for which the host waits.
 

@@ -161,7 +161,7 @@ def sample_recipe(sequences: range, tokens: int, num_samples: int | None, seq_le
         tokens: How many tokens they hold.
         num_samples: At least so many are served, from as many epochs as that takes; None: those of one epoch.
         seq_length: Tokens of a sample, without EXTRA.
-        seed: Of all shuffling.
+        seed: Seed of all shuffling.
     """
     epochs = 1
     shuffled_first = None
@@ -200,10 +200,10 @@ class GPTDataset(Dataset[NDArray[np.int64]]):
         """
         Args:
             indexed: The opened files.
-            sequences: Those of the split.
+            sequences: Numbers of the split's sequences.
             num_samples: At least so many are served, from as many epochs as that takes; None: those of one epoch.
             seq_length: Tokens of a sample, without EXTRA.
-            seed: Of all shuffling.
+            seed: Seed of all shuffling.
             cache: Keeps the three indices.
             split: train, valid or test, for the names of the cache's files.
 
@@ -278,7 +278,7 @@ class MockDataset(Dataset[NDArray[np.int64]]):
             num_samples: The data set's length.
             seq_length: Tokens of a sample, without EXTRA.
             vocab_size: Ids of tokens are below it.
-            seed: Of all that is random.
+            seed: Seed of all that is random.
         """
         self.num_samples = num_samples
         self.seq_length = seq_length

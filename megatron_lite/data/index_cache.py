@@ -93,7 +93,7 @@ class IndexFiles:
         """An array, mapped read-only. Damaged unless it is what the entry and its description say.
 
         Args:
-            name: Of the array.
+            name: Name of the array.
             facts: What the description says of it, a FileFacts if it is sound.
         """
         shape, dtype = self.entry.shapes[name]
@@ -160,7 +160,7 @@ def _check_bytes(name: str, file: BinaryIO, facts: object) -> None:
     """Compare the size and the checksums of the blocks, or of MAX_BLOCKS spread over the file, with the description.
 
     Args:
-        name: Of the file.
+        name: Name of the file.
         file: Opened for reading.
         facts: What the description says of it, a FileFacts if it is sound.
 
@@ -203,8 +203,8 @@ class IndexCache:
 
         Args:
             kind: GPTDataset or BlendedDataset.
-            prefix: Of the data; None for a blend's.
-            num_entries: Of all indices together.
+            prefix: Prefix of the data; None for a blend.
+            num_entries: Entries of all indices together.
         """
         if self._folder is not None:
             return self._folder
@@ -218,9 +218,9 @@ class IndexCache:
         Of all processes that ask at once, one builds.
 
         Args:
-            folder: Of `folder_for`; None: the arrays are built in memory, and kept nowhere.
+            folder: The folder that `folder_for` gives; None: the arrays are built in memory, and kept nowhere.
             entry: What the arrays are made of.
-            build: Makes them.
+            build: Makes the arrays.
 
         Raises:
             DataError: --data-cache-path does not take them. A folder beside the data that does not is no mistake: then

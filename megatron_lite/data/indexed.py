@@ -129,7 +129,7 @@ class IndexedDataset:
         """A view of tokens of a sequence. IndexError for what it does not hold.
 
         Args:
-            sequence: Its number in the file.
+            sequence: Number of the sequence in the file.
             offset: The first token.
             length: How many; None: all that are left.
         """

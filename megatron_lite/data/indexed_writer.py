@@ -49,8 +49,8 @@ class PairWriter:
         """
         Args:
             prefix: Path of the two files, without .bin and .idx.
-            dtype: Of the tokens in .bin.
-            ending: Of the files' names until then; None: one of this process's own.
+            dtype: Data type of the tokens in .bin.
+            ending: Ending of the files' names until then; None: this process's own.
         """
         ending = ending or f".tmp{os.getpid()}"
         self.prefix = str(prefix)
@@ -228,9 +228,9 @@ def checked_ids(token_ids: ArrayLike, vocab_size: int, whose: str) -> NDArray[np
     """Check token ids, and make an array of them.
 
     Args:
-        token_ids: Of one document.
+        token_ids: Token ids of one document.
         vocab_size: Ids are below it.
-        whose: They are, for messages.
+        whose: Words that name the document, for messages.
 
     Raises:
         DataError: There are too many of them, or one is no integer or outside the vocabulary.
@@ -262,9 +262,9 @@ def merge(
     As Megatron's add_index: the marks of a data set are moved by the sequences before it and its leading 0 is dropped.
 
     Args:
-        prefixes: Of the data sets.
-        output_prefix: Of the new one.
-        flag: That named the data sets, for messages.
+        prefixes: Prefixes of the data sets.
+        output_prefix: Prefix of the new data set.
+        flag: Flag that named the data sets, for messages.
         report: Is called now and then with the tokens written.
 
     Returns:

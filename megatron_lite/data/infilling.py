@@ -137,7 +137,7 @@ class InfillingDataset(Dataset[NDArray[np.int64]]):
         As in Megatron-LM, an empty piece goes with its separator, unless it is the last one.
 
         Args:
-            tokens: Of a sample or a document.
+            tokens: Tokens of a sample or a document.
             separator: The id that divides it.
             rearrange: What is done with each piece.
 
@@ -158,7 +158,7 @@ class InfillingDataset(Dataset[NDArray[np.int64]]):
         """Put the middle of a text at its end, or leave it as it is.
 
         Args:
-            tokens: Of the text.
+            tokens: Tokens of the text.
             rate: The probability that it is rearranged.
         """
         fim = self._infilling

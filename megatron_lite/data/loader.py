@@ -104,11 +104,11 @@ def single_batches(
     """Samples in their order, in one pass, which ends when less than a block is left.
 
     Args:
-        num_samples: Of the data set.
+        num_samples: Number of samples of the data set.
         consumed: Samples that all ranks together have used.
         micro_batch_size: Samples of a micro-batch.
-        rank: This one's number among those that share the data.
-        num_ranks: That share the data.
+        rank: Number of this rank among those that share the data.
+        num_ranks: Number of ranks that share the data.
 
     Raises:
         DataError: There are too few samples.
@@ -126,10 +126,10 @@ def epoch_batches(num_samples: int, micro_batch_size: int, rank: int, num_ranks:
     As in Megatron-LM, ranks that have a sample less, or a last batch that is not full, begin with their first again.
 
     Args:
-        num_samples: Of the data set.
+        num_samples: Number of samples of the data set.
         micro_batch_size: Samples of a micro-batch.
-        rank: This one's number among those that share the data.
-        num_ranks: That share the data.
+        rank: Number of this rank among those that share the data.
+        num_ranks: Number of ranks that share the data.
     """
     mine = range(rank, num_samples, num_ranks) or range(rank % num_samples, num_samples)
     of_a_rank = -(-num_samples // num_ranks)
@@ -144,11 +144,11 @@ def cyclic_batches(
     """Samples in a shuffled order, without end; the permutation is seeded with the number of the epoch.
 
     Args:
-        num_samples: Of the data set.
+        num_samples: Number of samples of the data set.
         consumed: Samples that all ranks together have used.
         micro_batch_size: Samples of a micro-batch.
-        rank: This one's number among those that share the data.
-        num_ranks: That share the data.
+        rank: Number of this rank among those that share the data.
+        num_ranks: Number of ranks that share the data.
         data_sharding: Whether every rank keeps to its own stretch of the data, all with the same permutation; without
             it, one permutation of everything is dealt out over the ranks.
 

@@ -133,7 +133,7 @@ def _describe_settings(
 
     Args:
         files: The inputs.
-        tokenizer: As for preprocess; so below.
+        tokenizer: Turns text into ids.
         json_keys: Keys of JSON objects whose texts are documents.
         append_eod: Whether documents end with the end-of-document token.
         max_document_mb: MiB of the longest line or file.

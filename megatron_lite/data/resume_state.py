@@ -48,7 +48,7 @@ class Unfinished:
     ):
         """
         Args:
-            output_prefix: Of the pairs, and of the small file.
+            output_prefix: Beginning of the names of the pairs, and of the small file.
             pairs: What is written.
             settings: All that the bytes depend on, by the name of the flag, in values of JSON.
             may_skip: Whether this run may leave bad lines out.

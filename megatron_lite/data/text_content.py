@@ -45,7 +45,7 @@ def look_into(path: str | Path, json_keys: Sequence[str]) -> Content:
     """Decide how a file is to be read.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
         json_keys: Keys whose texts are wanted, should it hold JSON.
 
     Raises:
@@ -119,9 +119,9 @@ def _refuse_other_json(path: str, text: str, ending: str, json_keys: Sequence[st
     """Refuse JSON in another form than one object a line, if it holds a key that is asked for or its name says JSON.
 
     Args:
-        path: Of the file.
-        text: Its beginning.
-        ending: Of its name, without that of a compression.
+        path: Path of the file.
+        text: Beginning of the file.
+        ending: Ending of its name, without that of a compression.
         json_keys: Keys whose texts are wanted.
 
     Raises:
@@ -175,9 +175,9 @@ def _refuse_table(path: str, text: str, ending: str, json_keys: Sequence[str]) -
     """Refuse a table, by a name that says so or by a header with a key that is asked for.
 
     Args:
-        path: Of the file.
-        text: Its beginning.
-        ending: Of its name, without that of a compression.
+        path: Path of the file.
+        text: Beginning of the file.
+        ending: Ending of its name, without that of a compression.
         json_keys: Keys whose texts are wanted.
 
     Raises:

@@ -53,7 +53,7 @@ class Instrument:
 
         Args:
             rank: The rank that it waits for.
-            what: As in "the forward of micro-batch 3 from"; "" when it no longer waits.
+            what: Words such as "the forward of micro-batch 3 from"; "" when it no longer waits.
         """
 
     def end(self, step: int) -> None:

@@ -240,7 +240,7 @@ def build_instruments(
 
     Args:
         plan: The run's, on this rank.
-        run_dir: Where they write.
+        run_dir: Folder that they write into.
         timeline: The one that measures steps.
         tell: Called with each line for the console.
         predict_peak: What remedies for too little memory are foretold by; None: without.

@@ -207,7 +207,7 @@ class MemoryHistory(Instrument):
     Args:
         window: The profiled steps.
         path: Where the snapshot of the planned window is written.
-        recorder: Of the device.
+        recorder: Records the device's memory.
         tell: Called with each line for the console.
     """
 

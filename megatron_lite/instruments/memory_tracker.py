@@ -285,7 +285,7 @@ class StorageTracker(TorchDispatchMode):
         Args:
             action: One of those of Event.
             allocation: The memory that it concerns.
-            where: Its stack and tag, if they are not the allocation's own.
+            where: Stack and tag of the moment, if they are not the allocation's own.
         """
         frames, tag = where or (allocation.frames, allocation.tag)
         self._events.append(Event(action, allocation, time.time_ns() // 1000, frames, tag))

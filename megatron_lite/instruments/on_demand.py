@@ -102,7 +102,7 @@ class OnDemand(Instrument):
 
         Args:
             step: The one that begins.
-            steps: Those that are to be profiled.
+            steps: Steps that are to be profiled.
 
         Returns:
             What becomes of the request, as the end of a sentence.

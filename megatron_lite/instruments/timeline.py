@@ -209,7 +209,7 @@ class Timeline(Instrument):
         """Move the beginning of the running step to an earlier moment, where it was noticed only now.
 
         Args:
-            moment: By time.perf_counter(); 0 leaves the beginning as it is.
+            moment: Seconds by time.perf_counter(); 0 leaves the beginning as it is.
         """
         self._began = moment or self._began
 

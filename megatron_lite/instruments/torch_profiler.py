@@ -159,9 +159,9 @@ class ChakraTrace:
     traces take every .json beside them for one.
 
     Args:
-        folder: Of Kineto's traces.
+        folder: Folder of Kineto's traces.
         worker: Name of this process in the names of files.
-        compress: As `write_trace` takes it.
+        compress: Whether the file is compressed, as `write_trace` takes it.
     """
 
     def __init__(self, folder: Path, worker: str, compress: bool | None) -> None:

@@ -36,7 +36,7 @@ def token_losses(
         hidden_BTH: Outputs of the last layer, in the model's precision.
         weight_VH: The output projection, in the same precision.
         labels_BT: int64, the token that each position is to predict.
-        rows_at_once: Of 16-bit logits, so many rows are held in fp32 at any time.
+        rows_at_once: Rows of 16-bit logits that are held in fp32 at any time.
         kernels: Functions that multiply and exponentiate.
 
     Returns:

@@ -25,8 +25,8 @@ def compute_input_gradient(
     """Compute the gradient of a linear layer's input, gradient @ weight.
 
     Args:
-        gradient_W: The gradient of its output, [..., W].
-        weight_WH: Its weight.
+        gradient_W: Gradient of the layer's output, [..., W].
+        weight_WH: Weight of the layer.
         like_H: A tensor of the result's size, for kernels that want one.
 
     Returns:

@@ -226,9 +226,9 @@ class Optimizer:
         Args:
             plan: This rank's plan.
             parameters: The parameters to update, in the run's precision or fp32.
-            device: Where they are.
+            device: Device of the parameters.
             sum_over_ranks: Sums a scalar over ranks that hold other parts of the parameters; None if this rank has all.
-            counted: Which parameters this rank counts in that sum, as others hold them too; all if None.
+            counted: Whether this rank counts each parameter in that sum, as others hold some of them too; all if None.
             names: Names of the parameters, by which some have a learning rate or weight decay of their own.
             shares: Parameters, by name, of which this rank has some rows.
         """
@@ -515,7 +515,7 @@ class DynamicLossScale(LossScale):
             minimum: Halving stops at it.
             window: Steps without overflow after which the scale doubles.
             hysteresis: Overflows that are let pass before the scale is halved, one per step.
-            device: Where the scale is computed.
+            device: Device of the parameters.
         """
         super().__init__(initial, device)
         self.minimum = minimum

@@ -85,7 +85,7 @@ def spread_experts(model: nn.Module, plan: Plan, groups: ExpertGroups) -> None:
     Args:
         model: Built with this rank's experts.
         plan: The rank's.
-        groups: Of make_expert_groups.
+        groups: The groups that make_expert_groups makes.
     """
     layout = plan.layout
     sharing = TokenSharing(
@@ -257,7 +257,7 @@ def send_tokens(
         layout: The layout, as this rank has it.
         block: The ranks that together have all experts.
         x_MH: This rank's tokens.
-        routes: Their experts.
+        routes: Experts that the tokens go to, and with which shares.
         experts: This rank's experts.
 
     Returns:
@@ -338,8 +338,8 @@ class ExpertGradients:
         """
         Args:
             plan: The rank's.
-            groups: Of make_expert_groups.
-            names: Of the parameters, in the order of their gradients.
+            groups: The groups that make_expert_groups makes.
+            names: Names of the parameters, in the order of their gradients.
         """
         self._places = [place for place, name in enumerate(names) if is_of_experts(name)]
         self._group = None if groups is None else groups.replicas

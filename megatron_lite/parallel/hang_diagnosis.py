@@ -387,7 +387,7 @@ def record_status(status: RankStatus, place: str) -> RankAtFailure:
 
     Args:
         status: What the rank said of itself.
-        place: Its coordinates in the layout.
+        place: Coordinates of the rank in the layout.
     """
     waiting = None
     if status.waiting is not None:

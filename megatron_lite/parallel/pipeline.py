@@ -46,7 +46,7 @@ class TellWaiting(Protocol):
 
         Args:
             rank: The rank that it waits for.
-            what: As in "the forward of micro-batch 3 from"; "" when it goes on.
+            what: Words such as "the forward of micro-batch 3 from"; "" when it goes on.
         """
 
 
@@ -63,8 +63,8 @@ class Link:
     def __init__(self, source: Peer | None, target: Peer | None, make: Callable[[], Tensor], ahead: int = 1):
         """
         Args:
-            source: To receive from; None at an end of the pipeline.
-            target: To send to; None at the other end.
+            source: Rank to receive from; None at an end of the pipeline.
+            target: Rank to send to; None at the other end.
             make: Makes room for a tensor.
             ahead: Tensors that may be on their way at once.
         """
@@ -172,7 +172,7 @@ class Pipeline:
         """Iterate over the actions of a training step, each when what it takes from another rank is there.
 
         Args:
-            micro_batches: Of the step.
+            micro_batches: Micro-batches of the step.
             phase: Marks the times in which this rank waits for another stage.
         """
         return self._attend_to(order_actions(self.stage, micro_batches), phase)

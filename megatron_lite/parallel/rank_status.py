@@ -243,7 +243,7 @@ def describe_rank(where: RunPosition, counts: dict[str, tuple[int, int]]) -> Ran
     """Describe this process as far as it can be done without asking.
 
     Args:
-        where: Its place in the run.
+        where: Place of the rank in the run.
         counts: The counts of its flight recorder.
     """
     begun, finished = counts.get(DEFAULT, (0, 0))

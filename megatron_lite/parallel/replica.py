@@ -220,7 +220,7 @@ def find_parts(model: nn.Module, plan: Plan) -> dict[str, Part]:
     """Find this rank's parts, by name, of parameters that it does not hold whole.
 
     Args:
-        model: With parameters that are not sharded yet.
+        model: The rank's part of the model, whose parameters are not sharded yet.
         plan: The rank's.
     """
     experts = plan.rank_shape.experts

@@ -341,7 +341,7 @@ def split_layers(model: GPT, among: TensorGroup, products: Products, later: Weig
     Args:
         model: Built with this rank's sizes.
         among: The ranks that split it.
-        products: By which the layers multiply.
+        products: Functions by which the layers multiply.
         later: Takes gradients of the layers' weights; None: backward computes them.
     """
     for layer in model.list_layers():

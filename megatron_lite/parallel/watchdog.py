@@ -123,7 +123,7 @@ class Watchdog:
             store: A connection to where the ranks met, for this object alone.
             recorder: Tells which collectives this process has begun and finished.
             limit_s: How long a collective may take, in seconds.
-            backstop: See above.
+            backstop: Whether this thread ends the process at the limit.
             layout: This rank's place among the others; None where all hold the same.
         """
         self.where = RunPosition()

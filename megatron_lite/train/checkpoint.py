@@ -62,7 +62,7 @@ class Checkpoints:
         """
         Args:
             plan: This rank's.
-            replica: Its model.
+            replica: The rank's part of the model.
             optimizer: Updates the replica's parameters.
             device: Has random states of its own.
         """
@@ -319,7 +319,7 @@ class Checkpoints:
         """Continue from a checkpoint.
 
         Args:
-            path: Its folder.
+            path: Folder of the checkpoint.
             weights_only: Take nothing but its weights.
             progress: Where training is, which a whole checkpoint says.
         """

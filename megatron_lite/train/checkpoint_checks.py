@@ -267,7 +267,7 @@ def warn_of_rotary(path: Path, record: CheckpointRecord, factor: float | None) -
 
     Args:
         path: The checkpoint's folder.
-        record: Its plain values.
+        record: Plain values of the checkpoint.
         factor: What the flag says in this run.
     """
     if record.trainer == CheckpointRecord.trainer or factor is None:
@@ -310,7 +310,7 @@ def require_schedule(
 
     Args:
         path: The checkpoint's folder.
-        record: Its plain values.
+        record: Plain values of the checkpoint.
         o: The flags, one of which may say which schedule counts.
         schedule: The command line's.
 

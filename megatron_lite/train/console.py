@@ -113,10 +113,10 @@ def speed_line(
     """Our own line on an interval's speed.
 
     Args:
-        tokens_per_second: Of all ranks.
+        tokens_per_second: Tokens per second of all ranks.
         causal_tflops: Model TFLOP/s per rank with causal attention counted as Megatron-LM does; None for unknown.
-        full_tflops: The same with full attention.
-        peak: Of the processor in TFLOP/s, if the table has it.
+        full_tflops: TFLOP/s of one GPU with full attention.
+        peak: The processor's peak in TFLOP/s, if the table has it.
     """
     line = f"   {count(tokens_per_second)} tokens/s"
     if causal_tflops is None or full_tflops is None:

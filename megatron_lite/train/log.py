@@ -199,11 +199,11 @@ class Log:
         Args:
             plan: This rank's.
             metrics: The figures of steps.
-            timeline: Their times.
+            timeline: Times of the steps.
             run_dir: The run's folder.
             progress: Where the run begins; the run keeps it up to date.
             charts: Draw scalars.
-            peak_tflops: Of the processor in TFLOP/s, if the table has it.
+            peak_tflops: The processor's peak in TFLOP/s, if the table has it.
         """
         self.plan = plan
         self.metrics = metrics
@@ -269,7 +269,7 @@ class Log:
         """Log the result of an evaluation.
 
         Args:
-            title: As in "iteration 5".
+            title: Words before the loss, such as "iteration 5".
             which: validation or test.
             loss: Mean loss per token, in nats.
         """

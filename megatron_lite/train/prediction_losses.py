@@ -32,8 +32,8 @@ class PredictionStep:
         """Begin a step; called before its first forward.
 
         Args:
-            loss_scale: Of the optimizer.
-            micro_batches: Of the step.
+            loss_scale: Loss scale of the optimizer.
+            micro_batches: Micro-batches of the step.
         """
         self._micro_batches = micro_batches
         per_token = self._plan.args.training.calculate_per_token_loss
@@ -47,7 +47,7 @@ class PredictionStep:
         """End a step.
 
         Args:
-            device: Of the model.
+            device: Device of the model.
 
         Returns:
             This rank's share of each depth's mean loss, fp32, which all ranks add up; None without further tokens.

@@ -197,7 +197,7 @@ class AnomalyWarnings:
         """Yield warnings about one interval. Call it for every interval: slowness and growth are judged over several.
 
         Args:
-            figures: Of the interval's steps.
+            figures: Figures of the interval's steps.
             disturbed: All of them were profiled or compiled: their memory says nothing of the others'.
         """
         found = dict([*find_core_wait(figures), *self._slow.of(figures), *find_data_wait(figures)])

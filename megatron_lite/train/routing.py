@@ -86,7 +86,7 @@ def number_layer(name: str, shape: ModelShape) -> int:
     """Number the layer of a module, from 0 over the decoder and the layers of multi-token prediction.
 
     Args:
-        name: As in "decoder.layers.3.mlp", or "mtp.layers.0.transformer_layer.mlp".
+        name: Name of the module, such as "decoder.layers.3.mlp", or "mtp.layers.0.transformer_layer.mlp".
         shape: The model's.
     """
     block, _, number, *_ = name.split(".")
@@ -111,8 +111,8 @@ class RoutingStep:
         """Begin a step; called before its first forward.
 
         Args:
-            loss_scale: Of the optimizer.
-            micro_batches: Of the step.
+            loss_scale: Loss scale of the optimizer.
+            micro_batches: Micro-batches of the step.
         """
         self._micro_batches = micro_batches
         per_token = self._plan.args.training.calculate_per_token_loss

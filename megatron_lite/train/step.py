@@ -74,7 +74,7 @@ def loss_and_tokens(model: Callable[..., Tensor], batch: Batch, tells_mask: bool
 
     Args:
         model: Called as GPT is.
-        batch: On the model's device.
+        batch: A micro-batch on the model's device.
         tells_mask: Whether the model takes the mask of the losses, too, as multi-token prediction does.
 
     Returns:
@@ -202,7 +202,7 @@ class TrainingStep:
 
         Args:
             batch: The action's micro-batch.
-            micro_batches: Of the step.
+            micro_batches: Micro-batches of the step.
             phase: Marks the forward.
 
         Returns:
@@ -221,9 +221,9 @@ class TrainingStep:
         """Run the backward of one action.
 
         Args:
-            objectives: By micro-batch and chunk; the action's is taken from it.
+            objectives: What to call backward on, by micro-batch and chunk; the action's is taken from it.
             action: The action.
-            last: It is the step's last micro-batch.
+            last: Whether it is the step's last micro-batch.
             phase: Marks the backward.
         """
         with self.replica.backward(last), phase(Phase.BACKWARD):
@@ -240,7 +240,7 @@ class TrainingStep:
 
         Args:
             sums: Two numbers, the sum of this rank's losses and its tokens.
-            samples: Of the global batch.
+            samples: Samples of the global batch.
             phase: Marks the parts of the update.
         """
         watch = self.plan.args.watch

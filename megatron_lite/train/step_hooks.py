@@ -43,7 +43,7 @@ class HookLog(Protocol):
         """Called after each evaluation, on every rank.
 
         Args:
-            title: As in "iteration 5".
+            title: Words before the loss, such as "iteration 5".
             which: validation or test.
             loss: Mean loss per token, in nats.
         """
@@ -96,7 +96,7 @@ class Evaluation:
             plan: This rank's.
             replica: The model.
             batches: This rank's raw_BT1, one micro-batch after the other, for all evaluations.
-            samples: Of one evaluation, over all ranks.
+            samples: Samples of one evaluation, over all ranks.
             make: Makes batches.
             log: Is told the losses.
         """

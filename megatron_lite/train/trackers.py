@@ -37,7 +37,7 @@ class Tracker(Protocol):
 
         Args:
             iteration: Counted from 1 in the whole training.
-            scalars: By name.
+            scalars: Values by name.
             consumed: Samples of all ranks up to then, where they are to be drawn over samples, too.
         """
 

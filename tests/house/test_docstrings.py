@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from support.package_files import PACKAGE, parse_files, place
@@ -25,6 +26,9 @@ DONE = (
 )
 SAME = re.compile(r"arguments(?: and result)? are those of|arguments are \w+'", re.IGNORECASE)
 ENTRY = re.compile(r"^ {4}\*{0,2}(\w+): \S", re.MULTILINE)  # of a parameter in "Args:"
+FRAGMENT = re.compile(  # a description that continues the name before it
+    r"^ {4}\w+: (?:Of|That|Those|As|Its|It|They|Their|With|By|For|From|On|In|To|Which|See|The same)\b", re.MULTILINE
+)
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -50,11 +54,15 @@ def find_public(tree: ast.AST, owner: ast.ClassDef | None = None) -> Iterator[tu
             yield node, owner
 
 
+def read_section(docstring: str) -> str:
+    """What stands under "Args:"."""
+    _, _, rest = docstring.partition("Args:\n")
+    return re.split(r"^\S", rest, maxsplit=1, flags=re.MULTILINE)[0]
+
+
 def read_arguments(docstring: str) -> set[str]:
     """Names under "Args:"."""
-    _, found, rest = docstring.partition("Args:\n")
-    section = re.split(r"^\S", rest, maxsplit=1, flags=re.MULTILINE)[0]
-    return set(ENTRY.findall(section)) if found else set()
+    return set(ENTRY.findall(read_section(docstring)))
 
 
 def find_undocumented(tree: ast.AST) -> list[str]:
@@ -73,14 +81,40 @@ def find_undocumented(tree: ast.AST) -> list[str]:
     return wrong
 
 
+def find_fragments(tree: ast.AST) -> list[str]:
+    """Descriptions of parameters that do not stand alone."""
+    kinds = (ast.ClassDef, *Function.__args__)
+    docstrings = [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, kinds)]
+    return [found.strip() for docstring in docstrings for found in FRAGMENT.findall(read_section(docstring))]
+
+
+def parse_done() -> dict[Path, ast.Module]:
+    """The files of the folders that are done, and those in no folder."""
+    return {path: tree for path, tree in parse_files().items() if place(path) in DONE or path.parent == PACKAGE}
+
+
 def test_parameters_are_documented():
-    wrong = [
-        f"{path.relative_to(REPO)}:{line}"
-        for path, tree in parse_files().items()
-        if place(path) in DONE or path.parent == PACKAGE
-        for line in find_undocumented(tree)
-    ]
-    assert wrong == []
+    files = parse_done().items()
+    assert [f"{path.relative_to(REPO)}:{line}" for path, tree in files for line in find_undocumented(tree)] == []
+
+
+def test_descriptions_of_parameters_stand_alone():
+    files = parse_done().items()
+    assert [f"{path.relative_to(REPO)}: {line}" for path, tree in files for line in find_fragments(tree)] == []
+
+
+@pytest.mark.parametrize(
+    ("entry", "wrong"),
+    [
+        ("path: Of the file.", True),
+        ("rank: Its number.", True),
+        ("path: Path of the file.", False),
+        ("of: Offset of the first row.", False),
+    ],
+)
+def test_each_kind_of_fragment_would_be_seen(entry, wrong):
+    code = f'def f(a):\n  """Does it.\n\n  Args:\n      {entry}\n  """'
+    assert bool(find_fragments(ast.parse(code))) is wrong
 
 
 @pytest.mark.parametrize(
