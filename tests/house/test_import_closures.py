@@ -1,26 +1,10 @@
-"""What each part of the package reaches by imports, whatever lies between, late imports within functions included."""
+"""What some parts of a half reach by imports, whatever lies between; test_halves.py holds the halves themselves."""
 
 import ast
 import sys
 
-import pytest
-from support.package_files import FILES, MODULES, PACKAGE, find_module, imported, parse_files, place, reach_modules
-
-TRAINER = (
-    "model",
-    "cpu_kernels",
-    "data",
-    "parallel",
-    "optim",
-    "checkpoint",
-    "instruments",
-    "train",
-    "observers",
-    "watch",
-)
-EXPLAINER = {"analysis", "report"}
-COMMANDS = {"cli"}
-PLANNER = {"planner"}
+from support.halves import HALVES
+from support.package_files import MODULES, find_module, imported, parse_files, place, reach_modules
 
 
 def reach(parts: set[str], without: str = "/nothing/") -> tuple[set[str], set[str]]:
@@ -43,40 +27,13 @@ def test_formats_reach_nothing():
 
 def test_flags_are_read_without_all_that_runs():
     places, outside = reach({"config"})
-    assert not places & ({*TRAINER, "formats"} | PLANNER | EXPLAINER | COMMANDS) and outside <= {"yaml"}
-
-
-@pytest.mark.parametrize("part", TRAINER)
-def test_the_trainer_never_reaches_the_explainer(part):
-    places, _ = reach({part})
-    assert not places & (EXPLAINER | COMMANDS)
-
-
-@pytest.mark.parametrize("part", TRAINER)
-def test_the_trainer_never_reaches_the_planner(part):
-    """The entry hands in what a run asks of it."""
-    places, _ = reach({part})
-    assert not places & PLANNER
+    assert "formats" not in places and outside <= {"yaml"}
 
 
 def test_the_closed_form_reaches_nothing_that_trains():
     places, outside = reach({"planner"}, without="/planner/walk/")
-    assert not places & ({*TRAINER} - {"model", "cpu_kernels"} | EXPLAINER | COMMANDS)
+    assert places & HALVES["trainer"] == {"model", "cpu_kernels"}
     assert not outside & {"torch", "numpy"}
-
-
-def test_the_explainer_stands_on_numpy_and_msgspec():
-    """It knows runs by the formats of their files, and shares with the trainer only small files that import no folder."""
-    places, outside = reach({"analysis"})
-    folders = {place(path) for path in FILES if path.parent != PACKAGE}
-    assert places & folders == {"formats"}
-    assert outside == {"numpy", "msgspec"}
-
-
-def test_what_lies_between_counts():
-    """Late imports and modules in between are followed: the command `report` reaches the analysis, and so numpy."""
-    places, outside = reach({"cli"})
-    assert {"analysis", "formats", "planner"} <= places and {"numpy", "msgspec"} <= outside
 
 
 def list_functions(module: str) -> set[str]:
