@@ -1,17 +1,26 @@
 """Train a GPT with Megatron-LM's command line.
 
 torchrun --nproc_per_node N -m megatron_lite FLAGS (--help lists them)
+python -m megatron_lite COMMAND OPTIONS is megatron-lite COMMAND OPTIONS
 """
 
 import os
 import sys
 
+from megatron_lite.cli.main import COMMANDS
+from megatron_lite.cli.main import main as run_command
 from megatron_lite.errors import describe_import_error, describe_memory_error, is_memory_error
 from megatron_lite.terminal import describe_version, end_quietly_without_reader, print_lines
 
 
 def main(flags: list[str]) -> int:
-    """Answer --help and --version, refuse mistakes, or train; returns the exit code."""
+    """Run the command that the first word names, answer --help and --version, refuse mistakes, or train.
+
+    Returns:
+        The exit code.
+    """
+    if flags and flags[0] in COMMANDS:
+        return run_command(flags)
     if "--help" in flags or "-h" in flags:
         from megatron_lite.config.help import help_text
 

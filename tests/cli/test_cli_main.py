@@ -1,8 +1,11 @@
 import subprocess
 import sys
+from contextlib import nullcontext
 
+import pytest
 from support.paths import REPO
 
+from megatron_lite.__main__ import main as run_package
 from megatron_lite.cli import main as cli
 from megatron_lite.cli.main import COMMANDS, main
 
@@ -56,3 +59,12 @@ def test_the_module_is_the_command():
     words = [sys.executable, "-m", "megatron_lite.cli.main", "preproces"]
     run = subprocess.run(words, check=False, cwd=REPO, capture_output=True, text=True)
     assert run.returncode == 2 and run.stderr.endswith("did you mean preprocess?\n")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_package_takes_commands_besides_flags(command, capsys):
+    """`python -m megatron_lite report` is `megatron-lite report`."""
+    with pytest.raises(SystemExit) if command != "train" else nullcontext():
+        assert run_package([command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert ("pretrain_gpt.py" if command == "train" else f"megatron-lite {command}") in shown.partition("\n")[0]

@@ -22,7 +22,7 @@ HALVES = {
     "walk": {"walk"},  # of a plan: it takes a real step of the trainer
     "explainer": {"analysis"},
     "renderers": {"report"},
-    "entry": {"__main__", "run_planner"},  # hands the planner to the trainer
+    "entry": {"__main__", "run_planner"},  # hands the planner to the trainer, and words to commands
     "commands": {"cli", "notebook"},
 }
 PLACES = {place(path) for path in FILES} - {"__init__"}
@@ -38,7 +38,7 @@ REACHES = {
     "walk": {"shared", "trainer", "instruments", "planner", "explainer"},
     "explainer": {"shared"},
     "renderers": {"shared", "trainer", "planner", "explainer"},
-    "entry": {"shared", "trainer", "instruments", "planner"},
+    "entry": {"shared", "trainer", "instruments", "planner", "commands"},
     "commands": {"shared", "trainer", "planner", "explainer", "renderers"},
 }
 # Where torch may be imported. What another half reaches of the trainer are files without torch; commands import it late.
