@@ -25,6 +25,16 @@ def place(path: Path) -> str:
     return find_place(".".join(path.relative_to(PACKAGE).parts).removesuffix(".py"))
 
 
+def stands_in(path: Path, folder: str) -> bool:
+    """Whether a file of the package belongs to a place, or to a folder within one such as analysis/memory.
+
+    "." stands for the files that lie in no folder of the package, "analysis/." for those directly in analysis.
+    """
+    if folder.endswith("."):
+        return path.parent == PACKAGE / folder
+    return place(path) == folder or PACKAGE / folder in path.parents
+
+
 def find_place(name: str) -> str:
     """config.args -> config. The walk is a place of its own: it builds the model, which the rest of the planner does not."""
     return "walk" if name.startswith("planner.walk.") else name.partition(".")[0]

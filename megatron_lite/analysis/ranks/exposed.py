@@ -32,7 +32,20 @@ VALUES = "values"  # gathers of features, statistics or metrics: ranks hold whol
 WEIGHTS = "weights"
 GRADIENTS = "gradients"
 REST = "rest"
-PURPOSES = (EXPERTS, ALL_TO_ALL, TENSOR, CONTEXT, FORWARD, STAGES, WEIGHTS, GRADIENTS, OPTIMIZER, OBJECTS, VALUES, REST)
+PURPOSES = (
+    EXPERTS,
+    ALL_TO_ALL,
+    TENSOR,
+    CONTEXT,
+    FORWARD,
+    STAGES,
+    WEIGHTS,
+    GRADIENTS,
+    OPTIMIZER,
+    OBJECTS,
+    VALUES,
+    REST,
+)
 
 MANY_SUMS = 2  # times the bytes that are gathered
 _OF_GRADIENTS = (Phase.BACKWARD.value, Phase.GRAD_SYNC.value)
@@ -58,18 +71,19 @@ class Exposed:
 
 
 def measure_exposed(one: RankFacts, world_size: int | None) -> tuple[Exposed, ...]:
-    """Most exposed first; () without collectives in steady steps."""
+    """Measure the communication of a rank's steady steps that no compute runs beside, by purpose.
+
+    Args:
+        one: the rank.
+        world_size: how many ranks take part where the trace does not say; None if unknown.
+
+    Returns:
+        The most exposed purpose first; () without collectives in steady steps.
+    """
     calls = collect_calls(one.trace, one.placing, world_size)
-    kept = np.flatnonzero(one.placing.counts[calls.rows]) if len(calls) else np.empty(0, np.int64)
-    if not len(kept):
+    purposes = _sort_by_purpose(one, calls)
+    if not purposes:
         return ()
-    sharded = shows_sharding(one, calls)
-    purposes: dict[str, list[int]] = defaultdict(list)
-    for at in kept.tolist():
-        purposes[find_purpose(calls.whats[at], calls.phase[at], sharded)].append(at)
-    exchanges = np.array(purposes.get(ALL_TO_ALL, []), np.int64)
-    if len(exchanges) and _surround_attention(one, calls, exchanges):
-        purposes[CONTEXT] += purposes.pop(ALL_TO_ALL)
     shared = _find_shared_streams(one, calls)
     taken: Cover = calls.compute
     found = []
@@ -77,25 +91,51 @@ def measure_exposed(one: RankFacts, world_size: int | None) -> tuple[Exposed, ..
         rows = np.array(purposes.get(purpose, []), np.int64)
         if not len(rows):
             continue
-        exposed = difference(union(calls.start_ns[rows], calls.end_ns[rows]), taken)
+        under_way = union(calls.start_ns[rows], calls.end_ns[rows])
+        exposed = difference(under_way, taken)
         taken = joined(taken, exposed)
         found.append(_describe(one, calls, rows, exposed, purpose, shared))
     return tuple(sorted(found, key=lambda part: -part.ms))
+
+
+def _sort_by_purpose(one: RankFacts, calls: Calls) -> dict[str, list[int]]:
+    """Sort the calls of steady steps by what they are for; indices into `calls`."""
+    if not len(calls):
+        return {}
+    sharded = shows_sharding(one, calls)
+    purposes: dict[str, list[int]] = defaultdict(list)
+    for at in np.flatnonzero(one.placing.counts[calls.rows]).tolist():
+        purpose = find_purpose(calls.whats[at], calls.phase[at], sharded)
+        purposes[purpose].append(at)
+    if ALL_TO_ALL in purposes:
+        exchanges = np.array(purposes[ALL_TO_ALL], np.int64)
+        if _surround_attention(one, calls, exchanges):
+            purposes[CONTEXT] += purposes.pop(ALL_TO_ALL)
+    return purposes
 
 
 def find_rows_for(one: RankFacts, purposes: Container[str]) -> Integers:
     """Collectives of steady steps that are for one of these purposes, by start."""
     calls = collect_calls(one.trace, one.placing, None)
     sharded = shows_sharding(one, calls)
-    wanted = [find_purpose(what, phase, sharded) in purposes for what, phase in zip(calls.whats, calls.phase)]
+    wanted = []
+    for what, phase in zip(calls.whats, calls.phase):
+        purpose = find_purpose(what, phase, sharded)
+        wanted.append(purpose in purposes)
     rows: Integers = calls.rows[np.array(wanted, bool)]
     return one.in_steady_steps(rows)
 
 
 def find_purpose(what: What, phase: str, sharded: bool | None) -> str:
-    """What a collective is for, by its group, kind, numbers and phase.
+    """Find what a collective is for, by its group, kind, numbers and phase.
 
-    sharded: the trace shows that weights are gathered.
+    Args:
+        what: the collective.
+        phase: in which it was called; "" for unknown.
+        sharded: whether ranks shard weights, which they then gather; None where the trace does not say.
+
+    Returns:
+        One of PURPOSES.
     """
     dimension = find_dimension(what.group.description)
     if what.kind in ("dispatch", "combine") or dimension == "expert":
@@ -114,20 +154,31 @@ def find_purpose(what: What, phase: str, sharded: bool | None) -> str:
         if is_of_weights(what.dtype, sharded):
             return WEIGHTS
         return OBJECTS if is_of_whole_numbers(what.dtype) else VALUES
-    if what.kind in ("all_reduce", "reduce_scatter") and phase in _OF_GRADIENTS:
-        return GRADIENTS
     if what.kind == "reduce_scatter":
         return GRADIENTS
-    return FORWARD if what.kind == "all_reduce" and phase == Phase.FORWARD.value else REST
+    if what.kind == "all_reduce" and phase in _OF_GRADIENTS:
+        return GRADIENTS
+    if what.kind == "all_reduce" and phase == Phase.FORWARD.value:
+        return FORWARD
+    return REST
 
 
 def is_of_weights(dtype: str, sharded: bool | None) -> bool:
-    """Can a gather of such numbers be of weights? Whole numbers are none. Bytes are pickled objects, as
-    all_gather_object has them, except where weights of several formats are sharded. sharded: None for unknown."""
-    plain = _squash(dtype)
-    if plain in _WHOLE_NUMBERS or sharded is False:
+    """Tell whether a gather of such numbers can be of weights.
+
+    Whole numbers are no weights. Bytes are pickled objects, as all_gather_object has them, except where weights of
+    several formats are sharded.
+
+    Args:
+        dtype: the numbers' type.
+        sharded: whether ranks shard weights; None for unknown.
+    """
+    if sharded is False:
         return False
-    return plain not in _BYTES or bool(sharded)
+    plain = _squash(dtype)
+    if plain in _BYTES:
+        return bool(sharded)
+    return plain not in _WHOLE_NUMBERS
 
 
 def is_of_whole_numbers(dtype: str) -> bool:
@@ -136,6 +187,7 @@ def is_of_whole_numbers(dtype: str) -> bool:
 
 
 def _squash(dtype: str) -> str:
+    """Reduce the name of a type to its letters and digits, in lower case."""
     return "".join(letter for letter in dtype.lower() if letter.isalnum())
 
 
@@ -155,16 +207,19 @@ def shows_sharding(one: RankFacts, calls: Calls | None = None) -> bool | None:
     named = is_fully_sharded(one.trace)
     if named is not None:
         return named
-    calls = collect_calls(one.trace, one.placing, None) if calls is None else calls
+    if calls is None:
+        calls = collect_calls(one.trace, one.placing, None)
+    if not len(calls):
+        return None
     sums_bytes: dict[str, float] = defaultdict(float)
-    for at in np.flatnonzero(one.placing.counts[calls.rows]).tolist() if len(calls) else ():
+    for at in np.flatnonzero(one.placing.counts[calls.rows]).tolist():
         what = calls.whats[at]
-        is_sum = what.kind == "all_reduce"
-        in_backward = calls.phase[at] in _OF_GRADIENTS
-        if is_sum and not in_backward and calls.phase[at] == Phase.FORWARD.value:
+        phase = calls.phase[at]
+        if what.kind == "all_reduce" and phase == Phase.FORWARD.value:
             return None  # layers are split, and their sums come in backward, too
-        if not is_sum or (in_backward and find_dimension(what.group.description) in ("", "data")):
-            sums_bytes[what.kind] += math.nan if what.num_bytes is None else what.num_bytes
+        if _counts_for_sharding(what, phase):
+            num_bytes = math.nan if what.num_bytes is None else what.num_bytes
+            sums_bytes[what.kind] += num_bytes
     if "all_reduce" not in sums_bytes:
         return None
     # ZeRO-1 may sum whole gradients and gather as many weights
@@ -173,54 +228,83 @@ def shows_sharding(one: RankFacts, calls: Calls | None = None) -> bool | None:
     return False if is_whole else None
 
 
+def _counts_for_sharding(what: What, phase: str) -> bool:
+    """Whether a call tells if ranks shard weights: of sums only those of gradients do."""
+    if what.kind != "all_reduce":
+        return True
+    dimension = find_dimension(what.group.description)
+    return phase in _OF_GRADIENTS and dimension in ("", "data")
+
+
 def _find_shared_streams(one: RankFacts, calls: Calls) -> Flags:
-    """[c]: does a call run on a stream that computes? It waits there for what was launched before it,
-    and what follows waits for it."""
+    """Find the calls that run on a stream that computes, bool [c].
+
+    They wait there for what was launched before them, and what follows waits for them.
+    """
     events = one.trace.events
     kernels = one.trace.rows[Kind.KERNEL]
     computing = kernels[~np.isin(kernels, calls.rows)]
     if not len(computing):
         return np.zeros(len(calls), bool)
     streams, place = np.unique(events.stream[computing], return_inverse=True)
-    length = np.bincount(place, events.end_ns[computing] - events.start_ns[computing])
-    main = streams[length >= MIN_COMPUTE_SHARE * length.sum()]
+    length_ns = events.end_ns[computing] - events.start_ns[computing]
+    of_stream_ns = np.bincount(place, length_ns)
+    main = streams[of_stream_ns >= MIN_COMPUTE_SHARE * of_stream_ns.sum()]
     return np.asarray(np.isin(events.stream[calls.rows], main))
 
 
 def _surround_attention(one: RankFacts, calls: Calls, rows: Integers) -> bool:
     """Whether all-to-alls stand directly before and behind attention: then they swap sequences for heads (Ulysses)."""
-    names = one.trace.events.name
+    events = one.trace.events
     kernels = one.compute_rows()
-    kernels = kernels[np.argsort(one.trace.events.start_ns[kernels], kind="stable")]
     if not len(kernels):
         return False
-    distinct, place = np.unique(names[kernels], return_inverse=True)
-    is_attention = np.array([get_kernel_role(one.trace.names[name]) is Role.ATTENTION for name in distinct.tolist()])
+    in_order = np.argsort(events.start_ns[kernels], kind="stable")
+    kernels = kernels[in_order]
+    distinct, place = np.unique(events.name[kernels], return_inverse=True)
+    roles = [get_kernel_role(one.trace.names[name]) for name in distinct.tolist()]
+    is_attention = np.array([role is Role.ATTENTION for role in roles])
+    # the last entry is for calls with no kernel before or behind them
     attends = np.concatenate((is_attention[place], [False]))
-    start_ns = one.trace.events.start_ns[kernels]
+    start_ns = events.start_ns[kernels]
     following = np.searchsorted(start_ns, calls.end_ns[rows])
     before = np.searchsorted(start_ns, calls.start_ns[rows]) - 1
-    return bool((attends[following] | attends[before]).mean() >= MOSTLY_ATTENTION)
+    is_beside = attends[following] | attends[before]
+    return bool(is_beside.mean() >= MOSTLY_ATTENTION)
 
 
 def _describe(one: RankFacts, calls: Calls, rows: Integers, exposed: Cover, purpose: str, shared: Flags) -> Exposed:
+    """Describe the communication for one purpose.
+
+    Args:
+        one: the rank.
+        calls: its collectives.
+        rows: [k], indices of those for the purpose.
+        exposed: when they run and nothing computes.
+        purpose: what they are for.
+        shared: bool [c], the calls on a stream that computes.
+    """
     steps = one.steady_steps
     each = exposed.within(calls.start_ns[rows], calls.end_ns[rows])
     kinds: Counter[str] = Counter()
     phases: Counter[str] = Counter()
     kernels: Counter[str] = Counter()
     for at, ns in zip(rows.tolist(), each.tolist()):
-        kinds[calls.whats[at].kind] += ns
+        kind = calls.whats[at].kind
+        kernel = one.trace.name_of(calls.rows[at])
+        kinds[kind] += ns
         phases[calls.phase[at]] += ns
-        kernels[one.trace.name_of(calls.rows[at])] += ns
-    [(kernel, _)] = kernels.most_common(1)
+        kernels[kernel] += ns
+    [(most_exposed, _)] = kernels.most_common(1)
+    on_compute_stream_ns = float(each[shared[rows]].sum())
+    longest = rows[int(each.argmax())]
     return Exposed(
         purpose=purpose,
         ms=exposed.length / 1e6 / steps,
         calls=len(rows) / steps,
         kinds=tuple(kind for kind, _ in kinds.most_common() if kind != OTHER),
         phases=tuple(phase for phase, _ in phases.most_common()),
-        kernel=short_name(kernel),
-        on_compute_stream_ms=float(each[shared[rows]].sum()) / 1e6 / steps,
-        row=int(calls.rows[rows[int(each.argmax())]]),
+        kernel=short_name(most_exposed),
+        on_compute_stream_ms=on_compute_stream_ns / 1e6 / steps,
+        row=int(calls.rows[longest]),
     )

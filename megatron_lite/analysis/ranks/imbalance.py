@@ -15,7 +15,8 @@ from megatron_lite.analysis.time.time_results import Placing
 
 LATE = 0.05  # of the median step, by which a rank is late in a step
 # fewer do not show a pattern; so many late ones must be where ranks take turns and are on time in most steps
-MIN_TURN_STEPS, MIN_TAIL_STEPS = 4, 6
+MIN_TURN_STEPS = 4
+MIN_TAIL_STEPS = 6
 MIN_LATE_STEPS = 2  # of a tail: a single odd step is no pattern
 MIN_PERIODIC_STEPS = 3  # that are late: any two are at one distance
 MOSTLY_ONE = 0.8  # of the waiting that a rank must cause to be the one of a tail
@@ -23,96 +24,148 @@ MIN_TURN = 0.25  # of an equal share of the waiting that a rank must cause to ta
 ABOVE_USUAL = 3.0  # times the waiting of other steps that late ones must have
 EXPLAINED = 0.8  # of the lateness that longer computing must be to be its cause
 # Without a GPU, other work on the cores delays ranks by chance: late steps must be alike, and cost more
-ON_HOST_SHARE, ON_HOST_SPREAD = 0.10, 0.75
+ON_HOST_SHARE = 0.10  # of the step that late steps must cost
+ON_HOST_SPREAD = 0.75  # standard deviation / mean of late steps, at most
 
 
 def find_imbalance(
     ranks: Sequence[int], net_ms: Numbers, compute_ms: Numbers | None, step_ms: float, on_gpu: bool
 ) -> Imbalance | None:
-    """What waiting for ranks costs that come late in turns, or in some steps only; None where it is little, or shows no
-    pattern.
+    """Find ranks that come late in turns, or one that does in some steps only, and what waiting for them costs.
 
-    Args: net_ms: [R, S], what others wait for a rank beyond its own waits; compute_ms: [R, S], what each computes, None
-    for unknown; step_ms: of the median step.
+    Args:
+        ranks: the R ranks.
+        net_ms: [R, S steps], what others wait for a rank beyond its own waits.
+        compute_ms: [R, S], what each computes; None for unknown.
+        step_ms: the length of the median step.
+        on_gpu: the ranks compute on GPUs, which other work on the machine does not delay.
+
+    Returns:
+        The imbalance; None where it is little, or shows no pattern.
     """
     steps = net_ms.shape[1]
     if len(ranks) < 2 or steps < MIN_TURN_STEPS or step_ms <= 0:
         return None
-    lost = np.maximum(net_ms.max(axis=0), 0.0)
+    lost_ms = np.maximum(net_ms.max(axis=0), 0.0)
     last = net_ms.argmax(axis=0)
-    late = lost >= LATE * step_ms
-    if late.sum() < MIN_LATE_STEPS or not _stand_out(lost, late, step_ms, on_gpu):
+    late = lost_ms >= LATE * step_ms
+    if late.sum() < MIN_LATE_STEPS:
         return None
-    shares = np.bincount(last[late], lost[late], len(ranks)) / lost[late].sum()
+    if not _stand_out(lost_ms, late, step_ms, on_gpu):
+        return None
+    late_ms = lost_ms[late]
+    by_rank_ms = np.bincount(last[late], late_ms, len(ranks))
+    shares = by_rank_ms / late_ms.sum()
     most = int(shares.argmax())
     is_tail = bool(shares[most] >= MOSTLY_ONE)
     if is_tail:
         late &= last == most
-    if not (_is_tail(late) if is_tail else _takes_turns(late, shares)):
+    has_pattern = _is_tail(late) if is_tail else _takes_turns(late, shares)
+    if not has_pattern:
         return None
-    by_share = sorted(((float(share), rank) for share, rank in zip(shares, ranks) if share > 0), reverse=True)
+    by_share = [(float(share), rank) for share, rank in zip(shares, ranks) if share > 0]
+    by_share.sort(reverse=True)
+    computes = None
+    if compute_ms is not None:
+        computes = _is_computing(compute_ms, lost_ms, last, late)
     return Imbalance(
         rank=ranks[most] if is_tail else None,
-        lost_ms=float(lost[late].sum()) / steps,
-        late_ms=float(np.median(lost[late])),
+        lost_ms=float(lost_ms[late].sum()) / steps,
+        late_ms=float(np.median(lost_ms[late])),
         late_steps=int(late.sum()),
         steps=steps,
         every=_find_period(np.flatnonzero(late)),
         ranks=tuple((rank, share) for share, rank in by_share),
-        computes=None if compute_ms is None else _is_computing(compute_ms, lost, last, late),
+        computes=computes,
     )
 
 
-def _stand_out(lost: Numbers, late: Flags, step_ms: float, on_gpu: bool) -> bool:
-    """Are late steps more than the noise of the others, and without a GPU more than the noise of a busy machine?"""
-    if not late.all() and np.median(lost[late]) < ABOVE_USUAL * np.median(lost[~late]):
-        return False
+def _stand_out(lost_ms: Numbers, late: Flags, step_ms: float, on_gpu: bool) -> bool:
+    """Tell whether late steps are more than the noise of the others, and without a GPU of a busy machine.
+
+    Args:
+        lost_ms: [S], what others wait for the last rank of each step.
+        late: [S], the steps in which a rank is late.
+        step_ms: the length of the median step.
+        on_gpu: the ranks compute on GPUs.
+    """
+    late_ms = lost_ms[late]
+    if not late.all():
+        usual_ms = np.median(lost_ms[~late])
+        if np.median(late_ms) < ABOVE_USUAL * usual_ms:
+            return False
     if on_gpu:
         return True
-    spread = lost[late].std() / lost[late].mean()
-    return bool(lost[late].sum() >= ON_HOST_SHARE * step_ms * len(lost) and spread <= ON_HOST_SPREAD)
+    all_ms = step_ms * len(lost_ms)
+    if late_ms.sum() < ON_HOST_SHARE * all_ms:
+        return False
+    spread = late_ms.std() / late_ms.mean()
+    return bool(spread <= ON_HOST_SPREAD)
 
 
 def _is_tail(late: Flags) -> bool:
-    """Is one rank late again and again, and not in the usual step, which makes it a straggler?"""
-    return bool(len(late) >= MIN_TAIL_STEPS and MIN_LATE_STEPS <= late.sum() and late.mean() <= OFTEN)
+    """Tell whether one rank is late again and again, and not in the usual step, which makes it a straggler."""
+    if len(late) < MIN_TAIL_STEPS or late.sum() < MIN_LATE_STEPS:
+        return False
+    return bool(late.mean() <= OFTEN)
 
 
 def _takes_turns(late: Flags, shares: Numbers) -> bool:
-    """Is some rank late in most steps, or in some again and again, and not always the same one?
+    """Tell whether some rank is late in most steps, or in some again and again, and not always the same one.
 
     Args:
         late: [S], the steps in which a rank is late.
         shares: by rank, of the waiting that it causes.
     """
     is_often = late.mean() >= OFTEN or late.sum() >= MIN_TURN_STEPS
-    return bool(is_often and (shares >= MIN_TURN / len(shares)).sum() >= 2)
+    takes_part = shares >= MIN_TURN / len(shares)
+    return bool(is_often and takes_part.sum() >= 2)
 
 
 def _find_period(late: Integers) -> int | None:
-    """Steps from one late step to the next; None if they are not the same each time, or late steps are too few."""
+    """Count steps from one late step to the next; None where they differ, or late steps are too few."""
     if len(late) < MIN_PERIODIC_STEPS:
         return None
     apart = np.unique(np.diff(late))
     return int(apart[0]) if len(apart) == 1 else None
 
 
-def _is_computing(compute_ms: Numbers, lost: Numbers, last: Integers, late: Flags) -> bool:
-    """Does the late rank compute longer than the others in its late steps, by nearly all of what they wait?"""
-    longer = 0.0
+def _is_computing(compute_ms: Numbers, lost_ms: Numbers, last: Integers, late: Flags) -> bool:
+    """Tell whether the late rank computes longer than the others in its late steps, by nearly all of what they wait.
+
+    Args:
+        compute_ms: [R, S], what each rank computes.
+        lost_ms: [S], what others wait for the last rank of each step.
+        last: [S], the last rank's place.
+        late: [S], the steps in which a rank is late.
+    """
+    longer_ms = 0.0
     for step in np.flatnonzero(late).tolist():
-        others = np.delete(compute_ms[:, step], last[step])
-        longer += float(compute_ms[last[step], step] - np.median(others))
-    return bool(longer >= EXPLAINED * lost[late].sum())
+        of_all_ms = compute_ms[:, step]
+        own_ms = of_all_ms[last[step]]
+        of_others_ms = np.delete(of_all_ms, last[step])
+        longer_ms += float(own_ms - np.median(of_others_ms))
+    return bool(longer_ms >= EXPLAINED * lost_ms[late].sum())
 
 
 def measure_compute(
     ranks: Sequence[Calls], placings: Sequence[Placing], slots: Sequence[Integers], steps: int
 ) -> Numbers:
-    """[R, S]: ms that each rank computes in each shared step. slots: by rank and step of its window, -1 for none."""
+    """Measure how long each rank computes in each shared step.
+
+    Args:
+        ranks: the collectives of each of R ranks.
+        placings: the steps of each one's window.
+        slots: by rank and step of its window, the shared step; -1 for none.
+        steps: how many shared steps there are.
+
+    Returns:
+        [R, steps], ms.
+    """
     compute_ms = np.zeros((len(ranks), steps))
-    for at, (calls, placing, slot) in enumerate(zip(ranks, placings, slots)):
-        for index, step in enumerate(placing.steps):
-            if slot[index] >= 0:
-                compute_ms[at, slot[index]] = calls.compute.within(step.start_ns, step.end_ns) / 1e6
+    for at, (calls, placing, slots_of_rank) in enumerate(zip(ranks, placings, slots)):
+        for step, slot in zip(placing.steps, slots_of_rank.tolist()):
+            if slot >= 0:
+                computed_ns = calls.compute.within(step.start_ns, step.end_ns)
+                compute_ms[at, slot] = computed_ns / 1e6
     return compute_ms

@@ -1,8 +1,8 @@
-"""Which collective of one rank is which of another: the k-th of a process group is the same on all its members."""
+"""Matching of one rank's collectives with another's: the k-th of a process group is the same on all its members."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from megatron_lite.analysis.intervals import Flags, Integers, Numbers
 from megatron_lite.analysis.ranks.calls import END_TOGETHER, POINT_TO_POINT, Calls
+from megatron_lite.analysis.ranks.process_groups import drop_name
 from megatron_lite.analysis.trace.columns import ProcessGroup
 from megatron_lite.units import significant
 
@@ -21,11 +22,15 @@ MIN_ALIKE = 0.9  # share of pairs of the same kind and size; below it the order 
 
 @dataclass(frozen=True)
 class Group:
-    """One process group's collectives: K of them on G ranks."""
+    """A process group's collectives: K of them on G ranks."""
 
     members: Integers  # int64 [G], index of the rank in the given order
     call: Integers  # int64 [K, G], index into that rank's calls; every one is there
     is_pair: bool = False  # sends of one rank and what another receives of them
+
+    def list_members(self) -> list[tuple[int, Integers]]:
+        """List each member with int64 [K], its calls."""
+        return list(zip(self.members.tolist(), self.call.T))
 
 
 def match(
@@ -49,24 +54,29 @@ def match(
             continue
         call = _match_by_order(members, ranks, slots, clock_ns)
         if call is not None and len(call):
-            groups.append(Group(np.array(list(members)), call, is_pair=True))
+            both = np.array(list(members))
+            groups.append(Group(both, call, is_pair=True))
     notes = []
     for process_group, by_rank in rows_of_group.items():
         members = _as_arrays(by_rank)
         if len(members) < 2:
             continue
         if _has_too_many(members, ranks):
-            why = "more ranks use the name than the group has members"
-        else:
-            call = _match_by_sequence(members, ranks)
-            if call is None:
-                call = _match_by_order(members, ranks, slots, clock_ns)
-            if call is not None and len(call):
-                groups.append(Group(np.array(list(members)), call))
-                continue
-            why = "the ranks' traces hold different collectives"
-        notes.append(f"{_describe(process_group)}: {why}, so starts are not compared")
+            notes.append(_describe_unmatched(process_group, "more ranks use the name than the group has members"))
+            continue
+        call = _match_by_sequence(members, ranks)
+        if call is None:
+            call = _match_by_order(members, ranks, slots, clock_ns)
+        if call is None or not len(call):
+            notes.append(_describe_unmatched(process_group, "the ranks' traces hold different collectives"))
+            continue
+        groups.append(Group(np.array(list(members)), call))
     return groups, notes
+
+
+def _describe_unmatched(group: ProcessGroup, why: str) -> str:
+    """Write that a group's collectives are not matched, and why."""
+    return f"{_describe(group)}: {why}, so starts are not compared"
 
 
 RowsByRank = dict[int, list[int]]  # by index of the rank in the given order, rows of that rank's calls
@@ -74,18 +84,23 @@ RowsByRank = dict[int, list[int]]  # by index of the rank in the given order, ro
 
 def _sort_calls(ranks: Sequence[Calls]) -> tuple[dict[ProcessGroup, RowsByRank], dict[Any, RowsByRank]]:
     """Sort calls by process group, and sends and receives by their two ends as well."""
-    rows_of_group: dict[ProcessGroup, RowsByRank] = defaultdict(lambda: defaultdict(list))
-    rows_of_pair: dict[Any, RowsByRank] = defaultdict(lambda: defaultdict(list))
+    rows_of_group: dict[ProcessGroup, RowsByRank] = defaultdict(_make_rows)
+    rows_of_pair: dict[Any, RowsByRank] = defaultdict(_make_rows)
     for at, calls in enumerate(ranks):
         for row, what in enumerate(calls.whats):
-            # ranks number their groups differently: known members tell which is which
-            group = replace(what.group, name="") if what.group.ranks else what.group
+            group = drop_name(what.group)
             if what.kind not in POINT_TO_POINT:
                 rows_of_group[group][at].append(row)
             for kind, peer in what.transfers:
+                # sender and receiver
                 ends = (calls.rank, peer) if kind == "send" else (peer, calls.rank)
                 rows_of_pair[ends, group][at].append(row)
     return rows_of_group, rows_of_pair
+
+
+def _make_rows() -> RowsByRank:
+    """An empty list for each rank that is asked for."""
+    return defaultdict(list)
 
 
 def _as_arrays(by_rank: RowsByRank) -> dict[int, Integers]:
@@ -95,8 +110,11 @@ def _as_arrays(by_rank: RowsByRank) -> dict[int, Integers]:
 
 def _has_too_many(members: Mapping[int, Integers], ranks: Sequence[Calls]) -> bool:
     """Tell whether more ranks use a group than it has members: then several groups have the same name."""
-    sizes = {ranks[at].whats[rows[0]].group_size for at, rows in members.items()}
-    return any(size is not None and size < len(members) for size in sizes)
+    for at, rows in members.items():
+        size = ranks[at].whats[rows[0]].group_size
+        if size is not None and size < len(members):
+            return True
+    return False
 
 
 def _describe(group: ProcessGroup) -> str:
@@ -132,19 +150,24 @@ def _match_by_sequence(members: Mapping[int, Integers], ranks: Sequence[Calls]) 
     columns = []
     kinds = []
     for at, rows in members.items():
-        order = np.argsort(keys[at], kind="stable")
-        places = np.searchsorted(keys[at][order], shared)
+        own = keys[at]
+        order = np.argsort(own, kind="stable")
+        places = np.searchsorted(own[order], shared)
         column = rows[order[places]]
         columns.append(column)
-        kinds.append([ranks[at].whats[row].kind for row in column.tolist()])
-    alike = [of_all for of_all in zip(*kinds) if len(set(of_all)) == 1]
-    if len(alike) < MIN_ALIKE * len(shared):
+        whats = ranks[at].whats
+        kinds.append([whats[row].kind for row in column.tolist()])
+    alike = 0
+    for of_all in zip(*kinds):
+        if len(set(of_all)) == 1:
+            alike += 1
+    if alike < MIN_ALIKE * len(shared):
         return None
     return np.stack(columns, axis=1)
 
 
 def _number_calls(sequence: Integers) -> Integers:
-    """int64 [k]: a number of each call that no other call has, from its sequence number.
+    """Number each call as no other call is numbered, by its sequence number; int64 [k].
 
     Coalesced ones share a sequence number, in the same order everywhere: 7, 7, 8 are told apart by 0, 1, 0.
     """
@@ -158,7 +181,7 @@ def _number_calls(sequence: Integers) -> Integers:
 
 @dataclass(frozen=True)
 class _Order:
-    """One rank's collectives of a group, n of them, in order."""
+    """A rank's collectives of a group, n of them, in order."""
 
     kind: Integers  # [n], a code of kind and size
     slot: Integers  # [n], the shared step; -1: none
@@ -169,12 +192,18 @@ class _Order:
 
 
 def _match_by_order(
-    members: Mapping[int, Integers],  # by index of the rank, rows of that rank's calls
+    members: Mapping[int, Integers],
     ranks: Sequence[Calls],
     slots: Sequence[Integers],
     clock_ns: Sequence[int | None],
 ) -> Integers | None:
     """Match calls by their order, each rank's laid over the longest one.
+
+    Args:
+        members: by index of the rank, rows of that rank's calls.
+        ranks: the collectives of each rank.
+        slots: by rank, int [c], the step of each call among those that all ranks have; -1: none.
+        clock_ns: when each rank's clock begins; None if unknown.
 
     Returns:
         int64 [K, G], rows of each rank's calls; None if an order does not fit anywhere.
@@ -182,11 +211,14 @@ def _match_by_order(
     codes: dict[Any, int] = {}
     orders = {}
     for at, rows in members.items():
-        clock = clock_ns[at]
+        end_ns = None
+        base_ns = clock_ns[at]
+        if base_ns is not None:
+            end_ns = ranks[at].end_ns[rows] + base_ns
         orders[at] = _Order(
             kind=_number_kinds(ranks[at], rows, codes),
             slot=slots[at][rows],
-            end_ns=None if clock is None else ranks[at].end_ns[rows] + clock,
+            end_ns=end_ns,
         )
     longest = max(orders.values(), key=len)
     columns = []
@@ -205,24 +237,38 @@ def _match_by_order(
 
 def _number_kinds(
     calls: Calls,
-    rows: Integers,  # [n]
-    codes: dict[Any, int],  # grows by what it does not have
+    rows: Integers,
+    codes: dict[Any, int],
 ) -> Integers:
-    """int64 [n]: a code of each call's kind and size."""
+    """Number the kind and size of calls.
+
+    Args:
+        calls: the collectives of a rank.
+        rows: [n], those to number.
+        codes: numbers by kind and size; grows by what it does not have.
+
+    Returns:
+        int64 [n], a code of each call.
+    """
     numbers = []
     for row in rows.tolist():
         what = calls.whats[row]
         # what is sent and what is received are one, and may be part of a larger exchange
-        kind = None if what.kind in POINT_TO_POINT else (what.kind, what.num_bytes)
-        numbers.append(codes.setdefault(kind, len(codes)))
+        kind = None
+        if what.kind not in POINT_TO_POINT:
+            kind = (what.kind, what.num_bytes)
+        number = codes.setdefault(kind, len(codes))
+        numbers.append(number)
     return np.array(numbers)
 
 
 def _overlap(one: _Order, other: _Order, shift: int) -> tuple[slice, slice]:
-    """The part of each that lies over the other where `other` begins at position `shift` of `one`."""
+    """Find the part of each that lies over the other where `other` begins at position `shift` of `one`."""
     first = max(shift, 0)
     last = min(shift + len(other), len(one))
-    return slice(first, last), slice(first - shift, last - shift)
+    here = slice(first, last)
+    there = slice(first - shift, last - shift)
+    return here, there
 
 
 def _find_shift(one: _Order, other: _Order) -> int | None:
@@ -243,17 +289,20 @@ def _find_shift(one: _Order, other: _Order) -> int | None:
 
 
 def _score_shift(one: _Order, other: _Order, shift: int) -> tuple[int, int, float, int] | None:
-    """How well `other` fits at a position of `one`: the larger, the better; None where it does not."""
+    """Score how well `other` fits at a position of `one`: the larger, the better; None where it does not."""
     here, there = _overlap(one, other, shift)
-    alike = int((one.kind[here] == other.kind[there]).sum())
-    if alike < MIN_ALIKE * (here.stop - here.start):
+    is_alike = one.kind[here] == other.kind[there]
+    alike = int(is_alike.sum())
+    if alike < MIN_ALIKE * len(is_alike):
         return None
     slot = one.slot[here]
-    same_step = (slot == other.slot[there]) & (slot >= 0)
+    in_same_step = (slot == other.slot[there]) & (slot >= 0)
     apart_ns = 0.0
     if one.end_ns is not None and other.end_ns is not None:
-        apart_ns = float(np.median(np.abs(one.end_ns[here] - other.end_ns[there])))
-    return alike, int(same_step.sum()), -apart_ns, -abs(shift)
+        distances_ns = np.abs(one.end_ns[here] - other.end_ns[there])
+        apart_ns = float(np.median(distances_ns))
+    same_step = int(in_same_step.sum())
+    return alike, same_step, -apart_ns, -abs(shift)
 
 
 # --- are the ranks' clocks one? Ends of collectives coincide, so that they show by how much each clock is off
@@ -264,7 +313,7 @@ NOISE = 3.0  # times the spread of its ends that a correction must be
 
 @dataclass(frozen=True)
 class Clocks:
-    """What to add to a rank's own time to have one clock."""
+    """Corrections to each rank's own time that make one clock of all."""
 
     start_ns: tuple[int, ...]  # by rank in the given order
     aligned: bool | None  # None: nothing to see it by
@@ -285,12 +334,13 @@ def align_clocks(
         base_ns: each trace's own first moment on the clock that its file names; None where it names none.
         hosts: each rank's host; "" where unknown.
     """
-    bases = [base for base in base_ns if base is not None]
-    named = len(bases) == len(base_ns)
-    start = tuple(base - min(bases) for base in bases) if named else (0,) * len(base_ns)
-    if len(ranks) < 2 or not any(len(group.call) for group in groups):
+    named = None not in base_ns
+    start = _compute_starts(base_ns)
+    matched = sum(len(group.call) for group in groups)
+    if len(ranks) < 2 or not matched:
         return Clocks(start, None)
-    if named and hosts[0] and len(set(hosts)) == 1:
+    is_one_host = hosts[0] != "" and len(set(hosts)) == 1
+    if named and is_one_host:
         return Clocks(start, True)
     offsets, spreads = _measure_offsets(ranks, groups, start)
     if np.isnan(offsets).all():
@@ -299,22 +349,32 @@ def align_clocks(
     note = "the traces name no common clock: they are aligned at the ends of collectives"
     wrong = np.ones(len(off_ns), bool)
     if named:
-        beyond_noise = np.abs(off_ns) > NOISE * np.nan_to_num(spreads)
-        wrong = beyond_noise & (np.abs(off_ns) > OFF_NS)
+        apart_ns = np.abs(off_ns)
+        is_beyond_noise = apart_ns > NOISE * np.nan_to_num(spreads)
+        wrong = is_beyond_noise & (apart_ns > OFF_NS)
         note = _describe_corrections(off_ns, wrong, hosts)
-    if not wrong.any():
-        if np.abs(off_ns).max() <= OFF_NS:
-            return Clocks(start, True)
-        doubt = "the ranks' collectives do not end together, so their clocks may differ: waits are uncertain"
-        return Clocks(start, False, (doubt,))
-    corrected = []
-    for start_ns, by_ns, is_wrong in zip(start, off_ns, wrong):
-        corrected.append(int(start_ns - by_ns) if is_wrong else start_ns)
-    return Clocks(tuple(corrected), True, (note,))
+    if wrong.any():
+        corrected = []
+        for start_ns, by_ns, is_wrong in zip(start, off_ns, wrong):
+            corrected.append(int(start_ns - by_ns) if is_wrong else start_ns)
+        return Clocks(tuple(corrected), True, (note,))
+    if np.abs(off_ns).max() <= OFF_NS:
+        return Clocks(start, True)
+    doubt = "the ranks' collectives do not end together, so their clocks may differ: waits are uncertain"
+    return Clocks(start, False, (doubt,))
+
+
+def _compute_starts(base_ns: Sequence[int | None]) -> tuple[int, ...]:
+    """When each trace begins, ns since the first of them; 0 where one of them names no clock."""
+    bases = [base for base in base_ns if base is not None]
+    if len(bases) < len(base_ns):
+        return (0,) * len(base_ns)
+    first_ns = min(bases)
+    return tuple(base - first_ns for base in bases)
 
 
 def _share_offsets(offsets: Numbers, hosts: Sequence[str]) -> Numbers:
-    """float64 [R ranks]: the offsets, of ranks of one host their median, since they share a clock."""
+    """Replace offsets by the median of each host, whose ranks share a clock; float64 [R ranks]."""
     shared = offsets.copy()
     # a rank whose host is unknown stands for itself
     for host in set(hosts) - {""}:
@@ -324,47 +384,65 @@ def _share_offsets(offsets: Numbers, hosts: Sequence[str]) -> Numbers:
     return shared
 
 
-def _describe_corrections(
-    off_ns: Numbers,  # [R ranks], by how much each clock is off
-    wrong: Flags,  # [R], which of them are corrected
-    hosts: Sequence[str],  # by which they are named; "" where unknown
-) -> str:
-    """Write by how much clocks are corrected."""
-    by_name = {hosts[at] or f"rank {at}": off_ns[at] for at in np.flatnonzero(wrong).tolist()}
-    named = list(by_name.items())[:MAX_NAMED]
-    corrections = ", ".join(f"{name} by {significant(off / 1e6, signed=True)} ms" for name, off in named)
-    if len(by_name) > MAX_NAMED:
-        corrections += f" and {len(by_name) - MAX_NAMED} more"
-    return f"clocks differ, and were aligned at the ends of collectives: {corrections}"
+def _describe_corrections(off_ns: Numbers, wrong: Flags, hosts: Sequence[str]) -> str:
+    """Write by how much clocks are corrected.
+
+    Args:
+        off_ns: [R ranks], by how much each clock is off.
+        wrong: [R], which of them are corrected.
+        hosts: by which they are named; "" where unknown.
+    """
+    by_name = {}
+    for at in np.flatnonzero(wrong).tolist():
+        name = hosts[at] or f"rank {at}"
+        by_name[name] = off_ns[at] / 1e6
+    corrections = [f"{name} by {significant(off_ms, signed=True)} ms" for name, off_ms in by_name.items()]
+    named = ", ".join(corrections[:MAX_NAMED])
+    more = len(corrections) - MAX_NAMED
+    if more > 0:
+        named += f" and {more} more"
+    return f"clocks differ, and were aligned at the ends of collectives: {named}"
 
 
 def _measure_offsets(
     ranks: Sequence[Calls],
     groups: list[Group],
-    start: Sequence[int],  # what to add to each rank's own time, ns
+    start: Sequence[int],
 ) -> tuple[Numbers, Numbers]:
     """Measure by how much each rank's collectives end later than the median rank's.
+
+    Args:
+        ranks: the collectives of each rank.
+        groups: which of them belong together.
+        start: what to add to each rank's own time, ns.
 
     Returns:
         [R ranks] each, ns: the median of that difference, and how far it scatters around it; NaN where none was seen.
     """
     seen: list[list[Numbers]] = [[] for _ in ranks]
     for group in groups:
-        members = group.members.tolist()
-        reference = ranks[members[0]]
-        kinds = [reference.whats[row].kind for row in group.call[:, 0].tolist()]
-        together = np.isin(kinds, END_TOGETHER)
-        columns = [ranks[at].end_ns[calls] + start[at] for at, calls in zip(members, group.call.T)]
-        ends = np.stack(columns, axis=1)[together]
-        if len(ends):
-            apart = ends - np.median(ends, axis=1, keepdims=True)
-            for at, of_rank in zip(members, apart.T):
-                seen[at].append(of_rank)
+        members = group.list_members()
+        columns = []
+        for at, calls in members:
+            own_ns = ranks[at].end_ns[calls]
+            columns.append(own_ns + start[at])
+        first, calls = members[0]
+        whats = ranks[first].whats
+        kinds = [whats[row].kind for row in calls.tolist()]
+        end_together = np.isin(kinds, END_TOGETHER)
+        ends_ns = np.stack(columns, axis=1)[end_together]
+        if not len(ends_ns):
+            continue
+        apart_ns = ends_ns - np.median(ends_ns, axis=1, keepdims=True)
+        for (at, _), of_rank in zip(members, apart_ns.T):
+            seen[at].append(of_rank)
     offsets = []
     spreads = []
+    unknown = np.array([np.nan])
     for parts in seen:
-        values = np.concatenate(parts) if parts else np.array([np.nan])
+        values = np.concatenate(parts) if parts else unknown
         middle = np.median(values)
+        distances = np.abs(values - middle)
         offsets.append(middle)
-        spreads.append(np.median(np.abs(values - middle)))
+        spreads.append(np.median(distances))
     return np.array(offsets), np.array(spreads)

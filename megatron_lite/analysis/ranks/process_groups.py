@@ -1,11 +1,12 @@
-"""What a process group is for: tensor, context, data, pipeline or expert parallel.
+"""Purposes of process groups: tensor, context, data, pipeline or expert parallel.
 
-By its description, else by what calls it.
+A group's description tells its purpose, else what calls it does.
 """
 
 import itertools
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megatron_lite.analysis.trace.columns import ProcessGroup, Trace
 from megatron_lite.mesh_axes import find_dimension
@@ -38,16 +39,28 @@ _SHARDS = re.compile(r"FSDP|FullyShard|fully_shard|fsdp::|[Dd]eep[Ss]peed|ZeroRe
 
 
 def is_fully_sharded(trace: Trace) -> bool | None:
-    """Do ranks share out weights, as far as the names of ranges and operators say? False: they hold whole ones
-    (DistributedDataParallel). None: nothing says."""
+    """Tell whether ranks shard weights, as far as the names of ranges and operators say.
+
+    False where they hold whole ones, as with DistributedDataParallel; None where nothing says.
+    """
     if any(map(_SHARDS.search, trace.names)):
         return True
-    return False if any(map(_REPLICATES.search, trace.names)) else None
+    if any(map(_REPLICATES.search, trace.names)):
+        return False
+    return None
 
 
 def guess_dimension(kind: str, caller: str, phase: str) -> str:
-    """Of a collective whose trace names no group: by its kind, the span of a layer around it, its phase;
-    "" if unknown."""
+    """Guess the dimension of a collective whose trace names no group.
+
+    Args:
+        kind: what the collective is.
+        caller: the name of the span of a layer around it; "" for none.
+        phase: in which it was called; "" for unknown.
+
+    Returns:
+        The dimension; "" if unknown.
+    """
     if kind in ("send", "recv", "send_recv"):
         return "pipeline"
     for dimension, pattern in _CALLERS:
@@ -57,26 +70,53 @@ def guess_dimension(kind: str, caller: str, phase: str) -> str:
 
 
 def find_group(groups: Sequence[ProcessGroup], dimension: str) -> ProcessGroup:
-    """The one among a process' groups that a collective of this dimension uses; one without ranks if several may be."""
+    """Find the one among a process' groups that a collective of this dimension uses.
+
+    A group without ranks where several may be the one.
+    """
     if len(groups) == 1:
         return groups[0]
-    found = {group.ranks: group for group in groups if dimension and find_dimension(group.description) == dimension}
-    [group] = found.values() if len(found) == 1 else [ProcessGroup("", dimension)]
+    found = {}
+    for group in groups:
+        if dimension and find_dimension(group.description) == dimension:
+            found[group.ranks] = group
+    if len(found) != 1:
+        return ProcessGroup("", dimension)
+    [group] = found.values()
     return group
 
 
-def label_group(group: ProcessGroup, world_size: int | None, only: str = "") -> str:
-    """For people: its dimension, else which ranks it has; "" if the trace does not say.
+def drop_name(group: ProcessGroup) -> ProcessGroup:
+    """Make a group as all ranks know it: they number their groups differently, and members tell which is which.
 
-    only: the layout's one dimension.
+    A group whose members are not known keeps its name.
+    """
+    return replace(group, name="") if group.ranks else group
+
+
+def label_group(group: ProcessGroup, world_size: int | None, only: str = "") -> str:
+    """Name a group for people: its dimension, else which ranks it has.
+
+    Args:
+        group: the process group.
+        world_size: the number of all ranks; None if unknown.
+        only: the dimension of the ranks' layout, if it has one only.
+
+    Returns:
+        The name; "" if the trace does not say.
     """
     ranks = group.ranks
-    if dimension := find_dimension(group.description) or only:
+    dimension = find_dimension(group.description) or only
+    if dimension:
         return dimension
     if len(ranks) > 1 and len(ranks) == world_size:
         return "all ranks"
+    if not ranks:
+        return ""
     strides = {after - before for before, after in itertools.pairwise(ranks)}
     if len(strides) != 1:
-        return counted(len(ranks), "rank") if ranks else ""
+        return counted(len(ranks), "rank")
     [stride] = strides
-    return f"{len(ranks)} adjacent ranks" if stride == 1 else f"{len(ranks)} ranks, {stride} apart"
+    if stride == 1:
+        return f"{len(ranks)} adjacent ranks"
+    return f"{len(ranks)} ranks, {stride} apart"

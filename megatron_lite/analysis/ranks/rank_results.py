@@ -1,4 +1,4 @@
-"""What the ranks say of each other: collectives and who waits for whom. Milliseconds are means per steady step."""
+"""Results of comparing ranks: collectives and who waits for whom. Milliseconds are means per steady step."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ OTHER = "other"  # the kind of a collective whose names no pattern knows
 
 @dataclass(frozen=True)
 class GroupRow:
-    """All that ranks exchange along one dimension of their layout."""
+    """All communication of ranks along one dimension of their layout."""
 
     group: str  # "tensor", "data", "context and data", "8 adjacent ranks"; "" if the trace does not say
     per_step: float  # calls; these are means over the ranks that take part
@@ -44,7 +44,7 @@ class CollectiveRow:
 
 @dataclass(frozen=True)
 class RankRow:
-    """One rank beside the others."""
+    """A rank's figures beside the others'."""
 
     rank: int
     host: str
@@ -124,23 +124,33 @@ class RankComparison:
     disorder: Disorder | None = None
 
     def describe_missing(self) -> str:
-        """'15 of 16 ranks were not read (1 to 15)'; '' where all were, or nothing says how many there are."""
+        """Write "15 of 16 ranks were not read (1 to 15)"; '' where all were, or nothing says how many there are."""
         if not self.missing or not self.world_size:
             return ""
-        first, last = self.missing[0], self.missing[-1]
-        in_a_row = last - first == len(self.missing) - 1
-        named = ", ".join(map(str, self.missing[:MAX_NAMED])) + (" ..." if len(self.missing) > MAX_NAMED else "")
-        which = f"{first} to {last}" if in_a_row and last > first else named
-        verb = "was" if len(self.missing) == 1 else "were"
-        return f"{len(self.missing)} of {self.world_size} ranks {verb} not read ({which})"
+        number = len(self.missing)
+        verb = "was" if number == 1 else "were"
+        return f"{number} of {self.world_size} ranks {verb} not read ({self._name_missing()})"
+
+    def _name_missing(self) -> str:
+        """Name the missing ranks: "1 to 15", or the first few of them."""
+        number = len(self.missing)
+        first = self.missing[0]
+        last = self.missing[-1]
+        if number > 1 and last - first == number - 1:
+            return f"{first} to {last}"
+        named = ", ".join(map(str, self.missing[:MAX_NAMED]))
+        return f"{named} ..." if number > MAX_NAMED else named
 
 
 def describe_imbalance(found: Imbalance) -> str:
-    """'rank 1 makes the others wait 300 ms in 2 of 13 steps', 'different ranks are late from step to step,
-    and the others wait 15 ms per step', 'different ranks are late in 5 of 20 steps, ...'."""
-    if found.rank is None:
-        each = found.late_steps >= OFTEN * found.steps
-        which = "from step to step" if each else f"in {found.late_steps} of {found.steps} steps"
-        return f"different ranks are late {which}, and the others wait {significant(found.lost_ms)} ms per step"
-    when = f"{found.late_steps} of {found.steps} steps"
-    return f"rank {found.rank} makes the others wait {significant(found.late_ms)} ms in {when}"
+    """Write which ranks are late, in which steps, and what the others wait.
+
+    "rank 1 makes the others wait 300 ms in 2 of 13 steps", "different ranks are late from step to step, and the others
+    wait 15 ms per step", "different ranks are late in 5 of 20 steps, ...".
+    """
+    steps = f"in {found.late_steps} of {found.steps} steps"
+    if found.rank is not None:
+        return f"rank {found.rank} makes the others wait {significant(found.late_ms)} ms {steps}"
+    if found.late_steps >= OFTEN * found.steps:
+        steps = "from step to step"
+    return f"different ranks are late {steps}, and the others wait {significant(found.lost_ms)} ms per step"
