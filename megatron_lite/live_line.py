@@ -6,7 +6,7 @@ import time
 from megatron_lite.terminal import escape, print_lines
 
 EVERY_RANK = {"every_rank": True}  # for the `extra` of a log message
-SECONDS_BETWEEN = 0.2
+SECONDS_BETWEEN_DRAWS = 0.2
 # where output goes to a file
 SECONDS_BEFORE_LINES = 5
 SECONDS_BETWEEN_LINES = 20
@@ -28,7 +28,7 @@ class LiveLine:
     @property
     def due(self) -> bool:
         """Whether `draw` would draw now: there is a terminal, and it was not just done."""
-        return self._active and time.monotonic() - self._drawn >= SECONDS_BETWEEN
+        return self._active and time.monotonic() - self._drawn >= SECONDS_BETWEEN_DRAWS
 
     def draw(self, text: str, lasting: bool = False) -> None:
         """Replace the line, unless that was just done. lasting: print a line that stays, wherever output goes."""

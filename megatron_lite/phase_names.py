@@ -7,11 +7,11 @@ import re
 from functools import lru_cache
 from pathlib import Path
 
-STEP = "step"
+MEANS_STEP = "step"
 NO_PHASE_OF_ITS_OWN = "-"
 DECORATION_BUT_BRACKETS = " \t#=-*<>"
 DECORATION = DECORATION_BUT_BRACKETS + "[]"
-MAX_LENGTH = 500  # characters of a name that are looked at
+MAX_NAME_LENGTH = 500  # characters of a name that are looked at
 MAX_CACHED = 2**16
 
 
@@ -28,13 +28,13 @@ def _read_table() -> list[tuple[str, re.Pattern[str]]]:
 
 
 _TABLE = _read_table()
-_PHASES = [row for row in _TABLE if row[0] != STEP]
-_STEPS = [names for meaning, names in _TABLE if meaning == STEP]
+_PHASES = [row for row in _TABLE if row[0] != MEANS_STEP]
+_STEPS = [names for meaning, names in _TABLE if meaning == MEANS_STEP]
 
 
 def _spell(name: str) -> tuple[str, ...]:
     """The name as the table spells it, and without the decoration at its ends."""
-    name = name[:MAX_LENGTH]
+    name = name[:MAX_NAME_LENGTH]
     return tuple(re.sub(r"[-_\s]+", "_", text) for text in (name, name.strip(DECORATION)))
 
 

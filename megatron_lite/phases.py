@@ -34,4 +34,7 @@ class BeginPhase(Protocol):
         """Called where the part begins; the context that it returns is left where the part ends."""
 
 
+# beside the phases, in the tags of memory snapshots
+SETUP = "setup"  # all before the first step: weights, optimizer state, what a checkpoint is read into
+RECOMPUTE = "recompute"  # forward once more, inside backward
 NOT_TRAINING = (Phase.EVAL.value, Phase.SAVE.value)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
 
-MAX_BYTES = 2**26  # of a file that is read as a whole: the largest tokenizer.json has half of it
+MAX_WHOLE_FILE_BYTES = 2**26  # of a file that is read as a whole: the largest tokenizer.json has half of it
 NOT_REGULAR = "Not a regular file"
 PIPE_PAUSE_S = 0.05  # between two looks at a pipe
 MAX_PIPE_BYTES = 2**16  # of one look
@@ -78,7 +78,7 @@ def open_foreign(path: str | Path) -> BufferedReader:
     return open(path, "rb", opener=lambda name, flags: open_regular(name, flags, follow_link=True))
 
 
-def read_foreign(path: str | Path, max_bytes: int = MAX_BYTES) -> bytes:
+def read_foreign(path: str | Path, max_bytes: int = MAX_WHOLE_FILE_BYTES) -> bytes:
     """The whole content of a file of any origin.
 
     OSError as of `open_foreign`, and for a file of more than `max_bytes`.
@@ -142,7 +142,7 @@ def read_pipe(path: str | Path, max_bytes: int, patience_s: float) -> bytes:
     raise OSError(errno.ETIMEDOUT, why, str(path))
 
 
-def read_foreign_text(path: str | Path, max_bytes: int = MAX_BYTES) -> str:
+def read_foreign_text(path: str | Path, max_bytes: int = MAX_WHOLE_FILE_BYTES) -> str:
     """Read a file's content as text. OSError as of `read_foreign`, UnicodeDecodeError where it is no UTF-8."""
     return read_foreign(path, max_bytes).decode("utf-8")
 

@@ -25,7 +25,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tre
 from megatron_lite.units import significant
 
 RECORDING = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
-MAX_NAMES = 4  # of parameters in a message
+MAX_NAMED_PARAMETERS = 4  # of parameters in a message
 # one training step; seconds
 Step = Callable[[], object]
 Clock = Callable[[], float]
@@ -42,8 +42,8 @@ def _number(value: float | Tensor) -> float:
 
 
 def _list_names(names: list[str]) -> str:
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + more
+    more = f" and {len(names) - MAX_NAMED_PARAMETERS} more" if len(names) > MAX_NAMED_PARAMETERS else ""
+    return ", ".join(names[:MAX_NAMED_PARAMETERS]) + more
 
 
 def _synchronize() -> None:

@@ -7,11 +7,14 @@ from statistics import median_low
 
 import numpy as np
 
-MIN_STEPS = 3  # ordinary ones of every rank; a median of fewer says little
+MIN_RANK_STEPS = 3  # ordinary ones of every rank; a median of fewer says little
+MAX_BEFORE = 50  # the last ones of them that are compared with profiled steps
 MIN_BEFORE = 3  # steps before a profiled window, the run's first left out, to say what the profiler costs
 SLOWER = 0.10  # than the median rank, in one phase
 SHARE_OF_STEP = 0.02  # that a rank's delay must be, or it does not matter
-MOSTLY = 0.75  # of the console lines in which the same rank must be that slow; a machine's noise changes sides
+MIN_SLOWEST_SHARE = (
+    0.75  # of the console lines in which the same rank must be that slow; a machine's noise changes sides
+)
 # allocators take and give back less by themselves
 GROWN_SHARE = 0.02
 GROWN_BYTES = 16 * 2**20
@@ -104,7 +107,7 @@ def is_mostly(rank: int, slowest: Sequence[int | None]) -> bool:
         rank: The rank.
         slowest: The notably slower rank of each console line.
     """
-    return slowest.count(rank) >= MOSTLY * len(slowest)
+    return slowest.count(rank) >= MIN_SLOWEST_SHARE * len(slowest)
 
 
 def steady_growth(iterations: Sequence[float], values: Sequence[float]) -> tuple[float, float] | None:

@@ -56,6 +56,9 @@ SWITCHES = (
 )
 
 
+PACKAGE_FOLDER = Path(__file__).parents[1]  # that holds the package, for processes where it is not installed
+
+
 def prepend_python_path(environ: Mapping[str, str], folder: Path) -> dict[str, str]:
     """The environment for a process that looks for modules in `folder` first."""
     return {**environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(folder), environ.get("PYTHONPATH")]))}

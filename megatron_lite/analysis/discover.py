@@ -32,7 +32,7 @@ Ignored = list[tuple[Path, str]]  # with the reason
 
 # --- what a single file is, by its first bytes
 
-HEAD_BYTES = 1 << 20  # a trace's events begin after its header, which may hold a list of all packages
+TRACE_HEAD_BYTES = 1 << 20  # a trace's events begin after its header, which may hold a list of all packages
 OWN_FILES = re.compile(
     r"(report|manifest|ranks|run-[\d-]+)\.json"
 )  # of a run folder; what run.json names is read elsewhere
@@ -67,10 +67,10 @@ def look_at(path: Path, named: bool = False) -> SourceFile:
     if path.suffix in NSYS_REPORTS:
         return SourceFile(path, "", export_first(path))
     try:
-        head = first_bytes(path, HEAD_BYTES)
+        head = first_bytes(path, TRACE_HEAD_BYTES)
         packing = find_packing(head)
         if packing:
-            head = read_beginning(path, packing, HEAD_BYTES)
+            head = read_beginning(path, packing, TRACE_HEAD_BYTES)
         time_ns = time_in_name(path.name) or path.stat().st_mtime_ns
     except CannotUnpackError as error:
         return SourceFile(path, "", str(error))
@@ -120,16 +120,16 @@ def _find_foreign_writer(path: Path, head: bytes) -> str:
     """Why the trace is none of PyTorch's; '' where it is, or where only the whole file can tell."""
     if is_of_torch(head):
         return ""
-    why_not = describe_foreign(head, is_whole=len(head) < HEAD_BYTES)
+    why_not = describe_foreign(head, is_whole=len(head) < TRACE_HEAD_BYTES)
     # other tools, such as VizTracer, put PyTorch's events behind their own
-    return "" if why_not and len(head) == HEAD_BYTES and any_block(path, is_of_torch) else why_not
+    return "" if why_not and len(head) == TRACE_HEAD_BYTES and any_block(path, is_of_torch) else why_not
 
 
 def _has_end(path: Path, head: bytes) -> bool:
     """Is the JSON closed, as far as its last bytes tell? Of long zipped files and bare lists it is believed."""
-    if head.lstrip().startswith(b"[") or (len(head) == HEAD_BYTES and path.suffix == ".gz"):
+    if head.lstrip().startswith(b"[") or (len(head) == TRACE_HEAD_BYTES and path.suffix == ".gz"):
         return True
-    if len(head) == HEAD_BYTES:
+    if len(head) == TRACE_HEAD_BYTES:
         with open_foreign(path) as file:
             file.seek(-_TAIL_BYTES, os.SEEK_END)
             head = file.read()
@@ -323,8 +323,8 @@ def choose_run(
 # --- what lies under the paths that a user gave: traces, memory snapshots, run folders; recognized by content
 
 MAX_PROCESSES_NAMED = 3
-MAX_REASONS = 3  # that one line gives where nothing can be read
-MAX_FILES = 20_000  # of a folder; somebody may have named /
+MAX_UNREAD_REASONS = 3  # that one line gives where nothing can be read
+MAX_LISTED_FILES = 20_000  # of a folder; somebody may have named /
 TO_NAME = "name a run's folder (with run.json), a trace, or a snapshot of torch.cuda.memory"
 BESIDE_TRACES = (
     "a report of Nsight Systems beside traces of torch.profiler, which contain more; name it alone to read it"
@@ -420,8 +420,8 @@ def _explain_nothing_found(paths: Sequence[Path], ignored: Ignored) -> str:
     line = f"{', '.join(map(str, paths))}: no trace, memory snapshot or run found"
     if not ignored:
         return f"{line}; {TO_NAME}."
-    reasons = "; ".join(f"{path.name}: {why}" for path, why in ignored[:MAX_REASONS])
-    more = f"; and {len(ignored) - MAX_REASONS} more" if len(ignored) > MAX_REASONS else ""
+    reasons = "; ".join(f"{path.name}: {why}" for path, why in ignored[:MAX_UNREAD_REASONS])
+    more = f"; and {len(ignored) - MAX_UNREAD_REASONS} more" if len(ignored) > MAX_UNREAD_REASONS else ""
     return f"{line} ({reasons}{more}); {TO_NAME}."
 
 
@@ -463,8 +463,8 @@ def _list_files(folder: Path, left_out: Ignored) -> Iterator[Path]:
     for place, folders, names in os.walk(folder, onerror=complain):
         folders[:] = sorted(name for name in folders if not name.startswith(".") and iteration_of(name) is None)
         for name in sorted(names):
-            if count >= MAX_FILES:
-                left_out.append((folder, f"more than {MAX_FILES:,} files; the rest was not looked at"))
+            if count >= MAX_LISTED_FILES:
+                left_out.append((folder, f"more than {MAX_LISTED_FILES:,} files; the rest was not looked at"))
                 return
             if not name.startswith("."):
                 count += 1

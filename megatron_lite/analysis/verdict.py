@@ -20,7 +20,7 @@ from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.ranks.calls import POINT_TO_POINT
 from megatron_lite.analysis.ranks.rank_results import OTHER, CollectiveRow, describe_imbalance
 from megatron_lite.analysis.report import Verdict
-from megatron_lite.analysis.run.cores import MOSTLY, measure_slowdown
+from megatron_lite.analysis.run.cores import MIN_SHARE_OF_CORES, measure_slowdown
 from megatron_lite.analysis.run.learning import measure_learning
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts
@@ -268,7 +268,7 @@ def _describe_longer_steps(run: Run | None, slower: float) -> str:
     by_profiler_ms = slowdown.by_profiler_ms if slowdown else None
     if slowdown is None or by_profiler_ms is None:
         return f"{longer}; whether by the profiler or by other jobs, no CPU time in steps.jsonl tells"
-    is_by_profiler = by_profiler_ms >= MOSTLY * slowdown.lag_ms
+    is_by_profiler = by_profiler_ms >= MIN_SHARE_OF_CORES * slowdown.lag_ms
     if run and (run.without_core or run.recovered is False or not is_by_profiler):
         return f"{longer}; the profiler explains only part of it"
     return f"the profiler made steps {slower - 1:.0%} longer"

@@ -9,7 +9,7 @@ from megatron_lite.analysis.time.time_results import RankTime
 DECIDES = 0.20  # of a step: what a run loses to one cause is then what it is bound by
 MIN_LATE = 0.10  # of a step that others wait for a late rank: then no other cause may be the word, unless it costs more
 # of what is lost to communication, data, the host: then it is the rank that others wait for, not that cause in general
-MOSTLY = 0.5
+MIN_LOST_SHARE = 0.5
 
 LOSSES = {  # row of RankTime: (what bounds the run, preposition, of what)
     "exposed_communication": ("communication", "waiting for", "communication"),
@@ -81,7 +81,7 @@ def choose_word(facts: Facts, bound: str) -> VerdictWord:
         return word
     lost_ms = _measure_lateness_ms(facts)
     loss_ms = 0.0 if bound == "compute" else measure_bounds(facts, one.time).get(bound, 0.0)
-    is_late = lost_ms >= MIN_LATE * one.time.step_ms and lost_ms >= MOSTLY * loss_ms
+    is_late = lost_ms >= MIN_LATE * one.time.step_ms and lost_ms >= MIN_LOST_SHARE * loss_ms
     return VerdictWord.STRAGGLER if is_late else word
 
 

@@ -51,7 +51,7 @@ LOCK_FILE = ".lock"  # of the run that saves here: HOST, process PID, since TIME
 # read of a file that holds a line
 MAX_HOLDER_BYTES = 200
 MAX_LINE_BYTES = 1000
-SECONDS_BETWEEN_LOOKS = 0.2
+SECONDS_BETWEEN_FOLDER_LOOKS = 0.2
 FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
@@ -158,7 +158,7 @@ def _wait_for_lock(save: Path, wait_s: float, say: Callable[[str], None], held: 
         if not has_waited:
             say(f"  {user}; waiting for its end, {wait_s:.0f} s at most")
         has_waited = True
-        time.sleep(SECONDS_BETWEEN_LOOKS)
+        time.sleep(SECONDS_BETWEEN_FOLDER_LOOKS)
     if has_waited:
         say(f"  --save {save}: that run has ended; going on after {waited_s:.0f} s")
     if lock is Lock.NONE:

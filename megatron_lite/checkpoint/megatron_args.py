@@ -15,9 +15,9 @@ from megatron_lite.config.args import Args
 from megatron_lite.config.expert_layers import parse_expert_layers, parse_window_layers
 from megatron_lite.config.plan import LearningRatePlan, parse_window
 from megatron_lite.config.shape import SINKHORN, ExpertShape, LatentShape, ModelShape, choose_losses
+from megatron_lite.model.gpt import DTYPES
 
 T = TypeVar("T")
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 SAME_NAME = [
     "num_layers",
     "hidden_size",

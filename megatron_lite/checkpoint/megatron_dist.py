@@ -90,7 +90,7 @@ BUCKET = re.compile(
 GATED = re.compile(r"^(.*\.mlp\.linear_fc1\.(?:weight|bias))(_w|_v)$")  # gates and values, stored apart
 HALVES = ("", "_w", "_v")
 RANDOM = "random."
-MAX_LAYERS = 2**12
+MAX_CHECKPOINT_LAYERS = 2**12
 MAX_EXPERTS = 2**16
 # Megatron asks for each module's own state. It is empty but for FP8: all are one object
 MODULES_OF_A_LAYER = (
@@ -452,7 +452,7 @@ def _place_layers(key: str, entry: TensorStorageMetadata, weight: str) -> dict[s
         whole = _place_whole(key, entry)
         return {megatron_names.ours(weight): _place_experts(whole) if megatron_names.is_of_experts(weight) else whole}
     count, *sizes = entry.size
-    if count > MAX_LAYERS:
+    if count > MAX_CHECKPOINT_LAYERS:
         raise ValueError(f"{key} is of {count} layers")
     shape = torch.Size(sizes)
     places: dict[str, StoredTensor] = {}

@@ -19,7 +19,6 @@ from torch import Tensor
 from megatron_lite.checkpoint import megatron_names, unpickle
 from megatron_lite.checkpoint.folder import HashedFile, Manifest
 from megatron_lite.checkpoint.megatron_args import (
-    DTYPES,
     MegatronArgs,
     build_namespace,
     build_scheduler,
@@ -42,20 +41,21 @@ from megatron_lite.config.args import Args
 from megatron_lite.config.layout import SPLIT, Part, take_part
 from megatron_lite.config.model_size import step_flops
 from megatron_lite.errors import CheckpointError
+from megatron_lite.model.gpt import DTYPES
 
 MARK: Final = "megatron_lite"
-VERSION = 3.0  # checkpoint_version
+CHECKPOINT_VERSION = 3.0  # checkpoint_version
 EMBEDDING = "embedding.word_embeddings.weight"
 QKV = (".self_attention.linear_qkv.weight", ".self_attention.linear_qkv.bias")
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
-WHOLE = (1, 1, 1)  # MegatronArgs.splits
+NO_SPLITS = (1, 1, 1)  # MegatronArgs.splits
 TORCH_FILE = Path("mp_rank_00") / "model_optim_rng.pt"  # Megatron's name for rank 0 of tensor and pipeline
 
 
 class MegatronFile(Stored):
     """An opened file. Tensors are read from the disk where they are asked for."""
 
-    def __init__(self, path: Path, splits: tuple[int, int, int] = WHOLE, stage: int = 0):
+    def __init__(self, path: Path, splits: tuple[int, int, int] = NO_SPLITS, stage: int = 0):
         """
         Args:
             path: Path of the file.
@@ -365,7 +365,7 @@ def write_values(record: CheckpointRecord, namespace: argparse.Namespace, take: 
     flops = step_flops(record.model_shape, record.consumed, causal=True) if is_gpt else 0
     values: MegatronState = {
         "args": namespace,
-        "checkpoint_version": VERSION,
+        "checkpoint_version": CHECKPOINT_VERSION,
         "iteration": record.iteration,
         "num_floating_point_operations_so_far": flops,
     }

@@ -347,7 +347,7 @@ def _put_grad_scaler(optimizer: OptimizerState, take: Take) -> None:
 # --- distrib_optim.pt, where Megatron's distributed optimizer keeps masters and moments in one flat buffer each
 
 FILE = "distrib_optim.pt"
-ALIGNMENT = 64  # elements, of a parameter's start
+PARAMETER_ALIGNMENT = 64  # elements, of a parameter's start
 KEYS = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 
@@ -425,7 +425,7 @@ def layout(sizes: dict[str, int], bucket_size: int | None) -> tuple[dict[str, in
     bucket = 0  # where the current one starts
     end = 0  # in the current bucket
     for name in reversed(sizes):
-        start = -(-end // ALIGNMENT) * ALIGNMENT
+        start = -(-end // PARAMETER_ALIGNMENT) * PARAMETER_ALIGNMENT
         starts[name] = bucket + start
         end = start + sizes[name]
         if bucket_size is not None and end >= bucket_size:

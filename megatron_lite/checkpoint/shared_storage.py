@@ -19,7 +19,7 @@ from megatron_lite.errors import CheckpointError
 from megatron_lite.run_folder import MANIFEST_FILE
 
 PAUSES_S = (0.2, 0.5, 1, 2, 4, 8, 15)  # between looks for files that others see or wrote
-MAX_NAMED = 4  # ranks, or files of one, that a message names
+MAX_NAMED_SHARERS = 4  # ranks, or files of one, that a message names
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def require_seen(slot: CheckpointDir, parts: list[Written]) -> None:
             lost[rank] = names
     if not lost:
         return
-    shown = list(lost.items())[:MAX_NAMED]
+    shown = list(lost.items())[:MAX_NAMED_SHARERS]
     named = [f"{name_some(names)} of rank {rank} ({parts[rank].place})" for rank, names in shown]
     more = len(lost) - len(named)
     rest = f" and the files of {more} more ranks" if more > 0 else ""
@@ -138,7 +138,7 @@ def compare_views(look: Callable[[], list[View]]) -> list[View]:
 
 def describe_views(views: list[View]) -> str:
     """Say what ranks lack, as 'rank 1 (HOST:/PATH) lacks a and b; rank 2 (...) lacks a, b, c, d and 3 more'."""
-    named = [f"rank {view.rank} ({view.place}) lacks {name_some(view.lacking)}" for view in views[:MAX_NAMED]]
+    named = [f"rank {view.rank} ({view.place}) lacks {name_some(view.lacking)}" for view in views[:MAX_NAMED_SHARERS]]
     more = len(views) - len(named)
     if more > 0:
         named.append(f"{more} more ranks lack files")
@@ -148,8 +148,8 @@ def describe_views(views: list[View]) -> str:
 def name_some(names: Iterable[str]) -> str:
     """List names: 'a, b' of few, 'a, b, c, d and 7 more' of many."""
     listed = list(names)
-    named = ", ".join(listed[:MAX_NAMED])
-    more = len(listed) - MAX_NAMED
+    named = ", ".join(listed[:MAX_NAMED_SHARERS])
+    more = len(listed) - MAX_NAMED_SHARERS
     return f"{named} and {more} more" if more > 0 else named
 
 

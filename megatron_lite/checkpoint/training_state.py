@@ -29,7 +29,7 @@ from megatron_lite.config.plan import LearningRatePlan
 from megatron_lite.config.shape import ExpertShape, LatentShape, ModelShape, parse_nested
 from megatron_lite.errors import CheckpointError
 
-FORMAT = 2
+RECORD_FORMAT = 2
 # weights with a row per vocabulary entry; padding gives them more rows than the tokenizer has entries
 VOCABULARY_TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
 # fields of ModelShape as JSON has them: plain values, and those of its experts in a dict of their own
@@ -54,7 +54,7 @@ class CheckpointRecord:
     left_out: int = 0  # samples of the consumed ones that --iterations-to-skip named
     # what the last bits depend on: attention, torch_compile; {}: unknown
     kernels: dict[str, str] = field(default_factory=dict)
-    format: int = FORMAT
+    format: int = RECORD_FORMAT
 
     @property
     def model_shape(self) -> ModelShape:
@@ -81,8 +81,10 @@ class CheckpointRecord:
     def from_json(cls, text: str) -> "CheckpointRecord":
         """ValueError if `text` is not a record of this format."""
         values = json.loads(text)
-        if not isinstance(values, dict) or values.get("format") != FORMAT:
-            raise ValueError(f"format {values.get('format') if isinstance(values, dict) else None}, not {FORMAT}")
+        if not isinstance(values, dict) or values.get("format") != RECORD_FORMAT:
+            raise ValueError(
+                f"format {values.get('format') if isinstance(values, dict) else None}, not {RECORD_FORMAT}"
+            )
         try:
             return cls(**values)
         except TypeError as error:

@@ -165,7 +165,7 @@ MAX_METADATA_BYTES = 2**27  # enough for 600,000 tensors
 MEMORY_PER_BYTE = 40  # of Python objects, for a byte of the file
 FORMS = "torch.distributed.checkpoint.metadata."
 PLACE = "torch.distributed.checkpoint.filesystem._StorageInfo"
-DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+DTYPES_BY_NAME = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
 class _Unpickler(BoundedUnpickler):
@@ -214,7 +214,7 @@ def _entry(made: object) -> "BytesStorageMetadata | TensorStorageMetadata":
         return forms.BytesStorageMetadata()
     fields = _fields(made, FORMS + "TensorStorageMetadata")
     # the rest of the properties is deprecated
-    dtype = DTYPES[_name(_state(fields["properties"], FORMS + "TensorProperties", tuple)[0])]
+    dtype = DTYPES_BY_NAME[_name(_state(fields["properties"], FORMS + "TensorProperties", tuple)[0])]
     chunks = [_fields(chunk, FORMS + "ChunkStorageMetadata") for chunk in _require(list, fields["chunks"])]
     pieces = [forms.ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in chunks]
     return forms.TensorStorageMetadata(forms.TensorProperties(dtype=dtype), _size(fields["size"]), pieces)

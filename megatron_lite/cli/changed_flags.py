@@ -17,7 +17,7 @@ ADVISED = re.compile(r"; (?:try (\d+)\.|did you mean (\w+)\?)$")
 ADDED = re.compile(r"; add (--[\w-]+) N\.$")
 INSTEAD = re.compile(r"; give (--[\w-]+) instead of (--[\w-]+)\.$")
 RANKS = re.compile(r"; start a multiple of (\d+)")
-EXPLAINED = re.compile(r" is empty: .* give it")  # a line of left_out.py that says what to do
+EXPLAINED_LINE = re.compile(r" is empty: .* give it")  # a line of left_out.py that says what to do
 OTHER_MODEL = "train that model with Megatron-LM"  # without such a flag it is another model, which nobody asked for
 
 
@@ -70,7 +70,7 @@ def explain_change(
         names = [flag.lstrip("-") for flag in unknown]
         changed = replace(command, dropped=[*dropped, *names])
         return [f"a plan of the run without those flags: {changed.write()}"]
-    if any(EXPLAINED.search(line) for line in lines):
+    if any(EXPLAINED_LINE.search(line) for line in lines):
         return []
     ranks = _search_lines(RANKS, lines)
     if ranks:

@@ -28,7 +28,7 @@ from megatron_lite.errors import UserError
 from megatron_lite.shared_files import is_pipe, read_foreign, read_pipe
 
 LONGEST_SAID = 200
-DEEPEST = 4  # scripts that start scripts
+MAX_NESTED_SCRIPTS = 4  # scripts that start scripts
 MAX_INNER = 64  # scripts that are gone through
 STARTS_NONE = "does not start pretrain_gpt.py"
 HERE = "<<"  # in a record: the script that a shell is given by its input follows
@@ -44,7 +44,7 @@ FIRST_TASK = {
 }
 UNBOUND = re.compile(r"(\w+): unbound variable")
 MAX_UNSET = 16  # variables that count as empty
-MAX_NAMED = 3  # placeholders that a note names
+MAX_NAMED_PLACEHOLDERS = 3  # placeholders that a note names
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,7 @@ def _search_patiently(bash: str, script: str, text: str, arguments: list[str], g
         raise UserError(reason)
     placeholders = list(dict.fromkeys(outcome.search.toolbox.placeholders))
     if placeholders:
-        assumed.append(f"{script}: placeholders count as values: {', '.join(placeholders[:MAX_NAMED])}.")
+        assumed.append(f"{script}: placeholders count as values: {', '.join(placeholders[:MAX_NAMED_PLACEHOLDERS])}.")
     if unset:
         verb = "is" if len(unset) == 1 else "are"
         assumed.append(f"{script}: {', '.join(unset)} {verb} not set here and empty.")
@@ -299,7 +299,7 @@ def _search_twice(
             search = _Search(bash, Path(folder), all_given)
             job = job if job.gpus_per_node else replace(job, gpus_per_node=gpus_per_node)
             environment = {**unset, **_choose_environment(job)}
-            found, why_not = search.look(Script(script, text, arguments, environment, []), job, DEEPEST)
+            found, why_not = search.look(Script(script, text, arguments, environment, []), job, MAX_NESTED_SCRIPTS)
         reason = reason or why_not
         ended_by = ended_by or search.unset
         if found or search.waits:
@@ -332,7 +332,9 @@ def _explain_nothing(bash: str, script: Script, walk: Walk) -> str:
     if unreadable:
         return unreadable
     if walk.code is None:
-        waits = f"still waits for something after {watched_shell.SECONDS} s, since none of its commands is run"
+        waits = (
+            f"still waits for something after {watched_shell.MAX_SCRIPT_SECONDS} s, since none of its commands is run"
+        )
         return f"{name}: {waits}; give the trainer's flags themselves."
     variable = _find_unset(walk)
     if variable:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-MAX_STEPS = 6  # from a flag over variables to their source
+MAX_HOPS = 6  # from a flag over variables to their source
 LONGEST_COMMAND = 60
 FLAG = re.compile(r"--[\w-]+")
 VALUE = r"(\"[^\"]*\"|'[^']*'|\$\([^)]*\)|\S+)"
@@ -73,7 +73,7 @@ def _find_source(flag: str, left_out: Sequence[Sequence[str]], text: str) -> _So
     waiting = [("", value) for value in re.findall(rf"{name}[= \t]+{VALUE}", text)]
     seen: set[str] = set()
     without_value = None
-    for _ in range(MAX_STEPS):
+    for _ in range(MAX_HOPS):
         following = []
         for variable, value in waiting:
             command = _find_command(value, left_out)

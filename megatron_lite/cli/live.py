@@ -18,7 +18,7 @@ from megatron_lite.units import counted, duration
 if TYPE_CHECKING:
     from megatron_lite.report.live_screen import View
 
-FAILED = 1
+RUN_FAILED = 1
 SILENT = 3  # exit codes: the run failed or is gone; it gives no sign any more, for whatever reason
 SILENCE_S = 1800
 MIN_SHOWN_S = 30.0
@@ -26,7 +26,7 @@ STEPS_SHOWN = 5.0  # of silence, at least, and times the longest of the newest s
 REFRESH_S = 1.0
 LINE_S = 20.0  # of a terminal; of lines, where output goes elsewhere
 MAX_LOAD = 0.05  # share of a core that following takes
-WIDTH = 100  # where there is no terminal
+LINE_WIDTH = 100  # where there is no terminal
 
 
 class Follower:
@@ -71,7 +71,7 @@ class Follower:
 
 
 def run(argv: list[str]) -> int:
-    """Follow the run to its end. Returns 0, FAILED or SILENT."""
+    """Follow the run to its end. Returns 0, RUN_FAILED or SILENT."""
     parser = Parser(
         "live",
         "Follows a run in a terminal: progress and time left, loss, step time by phase, ranks, memory, warnings. Reads "
@@ -136,14 +136,14 @@ def _explain_no_run(folder: Path, is_once: bool) -> str:
     return f"no run has begun there ({RUN_FILE} is missing); {waits}"
 
 
-MAX_DEPTH = 2  # of folders below the one that was named
+MAX_FOLDER_DEPTH = 2  # of folders below the one that was named
 MAX_RUNS_NAMED = 3
 
 
 def _find_runs(folder: Path) -> list[Path]:
     """Folders of runs that lie within it, the newest first."""
     found: list[tuple[float, Path]] = []
-    for depth in range(1, MAX_DEPTH + 1):
+    for depth in range(1, MAX_FOLDER_DEPTH + 1):
         for file in folder.glob("/".join(["*"] * depth + [RUN_FILE])):
             with contextlib.suppress(OSError):
                 found.append((file.stat().st_mtime, file.parent))
@@ -241,7 +241,7 @@ def _judge(status: str) -> int | None:
     """The exit code of a run that has ended so; None of one that may go on."""
     if status.startswith(("running", "unknown")):
         return None
-    return FAILED if status.startswith(("failed", "killed", "interrupted")) else 0
+    return RUN_FAILED if status.startswith(("failed", "killed", "interrupted")) else 0
 
 
 def _describe_silence(view: "View", silent_s: float) -> str:
@@ -257,7 +257,7 @@ def _print_view(view: "View") -> None:
 
     from megatron_lite.report.live_screen import draw_view
 
-    width = None if sys.stdout.isatty() else WIDTH
+    width = None if sys.stdout.isatty() else LINE_WIDTH
     console = Console(file=sys.stdout, highlight=False, markup=False, width=width)
     if sys.stdout.isatty():
         console.print(draw_view(view, "", console))

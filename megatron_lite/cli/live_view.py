@@ -23,10 +23,10 @@ from megatron_lite.units import count, significant, size
 
 RECENT_STEPS = 50  # that "now" is the median of
 MIN_RECENT = 10  # ordinary ones, before they are compared with the run's
-MIN_SHARE = 0.01  # of a step: phases that take less stand together
-OTHERS = "others"
-OUTSIDE = "outside of phases"
-LONGER = 0.1  # than the run's median step
+MIN_PHASE_SHARE = 0.01  # of a step: phases that take less stand together
+REMAINING_PHASES = "others"
+OUTSIDE_OF_PHASES = "outside of phases"
+MIN_LONGER_SHARE = 0.1  # than the run's median step
 BINS = 400  # of the loss curve, at most
 
 
@@ -114,13 +114,13 @@ def _compare_phases(run: Run, last: Steps) -> tuple[tuple[str, float, float], ..
     if not now or not usual:
         return ()
     pairs = [(name, ms, usual.get(name, 0.0)) for name, ms in now.items()]
-    least_ms = MIN_SHARE * math.fsum(now.values())
+    least_ms = MIN_PHASE_SHARE * math.fsum(now.values())
     small = [pair for pair in pairs if max(pair[1:]) < least_ms]
     shown = [pair for pair in pairs if pair not in small]
     if small:
         now_ms = math.fsum(ms for _, ms, _ in small)
         usual_ms = math.fsum(ms for _, _, ms in small)
-        shown.append((OTHERS, now_ms, usual_ms))
+        shown.append((REMAINING_PHASES, now_ms, usual_ms))
     return tuple(shown)
 
 
@@ -147,7 +147,7 @@ def _measure_phases(steps: Steps, on_gpu: bool) -> dict[str, float]:
         if name not in NOT_TRAINING:
             found[name] = float(np.median(ms[typical]))
     outside_ms = float(np.median(known_ms)) - math.fsum(found.values())
-    found[OUTSIDE] = max(outside_ms, 0.0)
+    found[OUTSIDE_OF_PHASES] = max(outside_ms, 0.0)
     return found
 
 
@@ -323,7 +323,7 @@ def _describe_slowdown(
     are_many = last.ordinary.sum() >= MIN_RECENT and run.steps > 2 * RECENT_STEPS
     if not are_many or not now_ms or not usual_ms:
         return
-    noise_ms = max(LONGER * usual_ms, run.step_spread_ms or 0.0)
+    noise_ms = max(MIN_LONGER_SHARE * usual_ms, run.step_spread_ms or 0.0)
     if now_ms - usual_ms <= noise_ms:
         return
     growth_ms = {name: ms - before_ms for name, ms, before_ms in phases}

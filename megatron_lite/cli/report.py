@@ -24,7 +24,7 @@ COMPARISON_FILE = "comparison.html"
 RANKS_SUFFIX = ".ranks.jsonl"  # report.ranks.jsonl: details of many ranks, which report.json leaves out
 AUDIT_SCHEMA = 1  # of the audit's JSON; raised when a reader of the old form would be wrong
 COMPARISON_SCHEMA = 1  # of the JSON; raised when a reader of the old form would be wrong
-FAILED = 1  # exit code of audit --strict and of compare --fail-if, as of any check
+CHECK_FAILED = 1  # exit code of audit --strict and of compare --fail-if, as of any check
 UNCLEAR = 3  # of compare --fail-if, where the noise is too large to tell
 
 
@@ -228,7 +228,7 @@ def _choose_exit_code(judged: "Sequence[Judged]") -> int:
 
     outcomes = {one.outcome for one in judged}
     if Outcome.EXCEEDED in outcomes:
-        return FAILED
+        return CHECK_FAILED
     if Outcome.UNCLEAR in outcomes:
         return UNCLEAR
     return 0
@@ -309,4 +309,4 @@ def audit(argv: list[str]) -> int:
     written = write_json(options.json, content)
     print_lines([*map(style.bold, titles), "", *section_lines(section, style), *written])
     has_failed = any(check.answer is CheckResult.FAILED for check in checks)
-    return FAILED if options.strict and has_failed else 0
+    return CHECK_FAILED if options.strict and has_failed else 0

@@ -32,7 +32,7 @@ FUNCTIONS: dict[str, Callable[..., object]] = {
     "floor": math.floor,
     "sqrt": math.sqrt,
 }
-MAX_NUMBER = 1e30
+MAX_RESULT = 1e30
 MAX_EXPONENT = 64
 
 
@@ -102,6 +102,6 @@ def _calculate_power(base: float, exponent: float) -> object:
 
 
 def _check_number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) > MAX_NUMBER:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) > MAX_RESULT:
         raise ValueError
     return value

@@ -19,14 +19,13 @@ from megatron_lite.config.flags import write_flags
 from megatron_lite.errors import ConfigError, UserError
 from megatron_lite.live_line import LiveLine
 from megatron_lite.terminal import print_lines
-from megatron_lite.variables import prepend_python_path
+from megatron_lite.variables import PACKAGE_FOLDER, prepend_python_path
 
 if TYPE_CHECKING:
     from megatron_lite.analysis.compare.losses import Losses
 
 IS_ERROR = 1  # exit code
 MAX_LINES_SHOWN = 8
-PACKAGE_FOLDER = Path(__file__).parents[2]
 
 
 def run(argv: list[str]) -> int:

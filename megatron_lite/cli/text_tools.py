@@ -23,8 +23,8 @@ from megatron_lite.shared_files import read_bounded
 
 MAX_ANSWER = 32_000  # characters: below the 64 KiB that a pipe holds
 MAX_FILE = 1 << 20
-MAX_FILES = 200
-SECONDS = 2
+MAX_WRITTEN_FILES = 200
+MAX_TOOL_SECONDS = 2
 FREE_PORT = "29500"
 LEFT_OUT = None
 # Programs that only read and print, and the options that would change that. Long options may be cut short.
@@ -162,7 +162,7 @@ class Toolbox:
 
     def leave_out(self, words: list[str]) -> None:
         """Keep a command that was not run, for whoever finds a value missing."""
-        if len(self.left_out) < MAX_FILES:
+        if len(self.left_out) < MAX_WRITTEN_FILES:
             self.left_out.append(tuple(words))
 
     def quote_placeholders(self, text: str) -> str:
@@ -178,7 +178,7 @@ class Toolbox:
             text: what is written.
             appends: whether it is added to what is there.
         """
-        if len(self.files) >= MAX_FILES and path not in self.files:
+        if len(self.files) >= MAX_WRITTEN_FILES and path not in self.files:
             return
         if appends:
             text = (self.read(path) or "") + text
@@ -215,7 +215,7 @@ class Toolbox:
             return None
 
     def _run(self, name: str, arguments: list[str], folder: str, text: str) -> Answer | None:
-        """A reader of this machine, with options that are let through, at most SECONDS long."""
+        """A reader of this machine, with options that are let through, at most MAX_TOOL_SECONDS long."""
         program = shutil.which(name)
         if program is None or any(re.search(READERS[name], word) for word in arguments):
             return None
@@ -246,7 +246,7 @@ def _listen(process: subprocess.Popen[bytes]) -> Answer | None:
     printed = b""
     assert process.stdout is not None
     output = process.stdout.fileno()
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + MAX_TOOL_SECONDS
     with suppress(ImportError, OSError, AttributeError):
         import resource
 
@@ -401,7 +401,7 @@ def _name_hosts(box: Toolbox, arguments: list[str]) -> Answer:
     tasks = read_number(options, ("-n", "--ntasks")) or read_number(box.environment, ("SLURM_NTASKS",))
     tasks = tasks or len(nodes)
     per_node = read_number(options, ("--ntasks-per-node",)) or max(1, tasks // max(1, len(nodes)))
-    names = [name for name in nodes for _ in range(min(per_node, MAX_FILES))]
+    names = [name for name in nodes for _ in range(min(per_node, MAX_WRITTEN_FILES))]
     return Answer("".join(f"{name}\n" for name in names[:tasks] or names)[:MAX_ANSWER])
 
 

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+from megatron_lite.cli.launcher import END
 from megatron_lite.cli.parser import Parser
 from megatron_lite.errors import UserError
 from megatron_lite.formats.file_names import RUN_FILE
@@ -18,7 +19,6 @@ from megatron_lite.terminal import print_lines
 from megatron_lite.variables import WATCH, prepend_python_path
 
 BOOTSTRAP = Path(__file__).parents[1] / "watch" / "bootstrap"  # what Python runs first in processes of the command
-END = "--"  # of the options: what follows is the command
 SIGNALED = 128  # plus the signal's number: exit codes, as shells give them
 
 

@@ -24,11 +24,11 @@ PROLOGUE = Path(__file__).with_name("watched_shell.bash")
 MAX_COMMANDS = 2000  # scripts have hundreds
 MAX_MEMORY_KIB = 2**18
 MAX_RECORD_KIB = 2**14
-SECONDS = 20  # scripts take milliseconds; one that waits for something waits for ever
+MAX_SCRIPT_SECONDS = 20  # scripts take milliseconds; one that waits for something waits for ever
 SECONDS_FOR_JOBS = 3  # in the background, after the script's end; and behind a launch that was found
-SECONDS_BETWEEN = 0.2
+SECONDS_BETWEEN_READS = 0.2
 MAX_QUESTION = 2**22
-MAX_SAID = 2**16  # bytes kept of what a script prints
+MAX_OUTPUT_BYTES = 2**16  # bytes kept of what a script prints
 MIN_DESCRIPTOR = 100
 NOWHERE = os.devnull  # a PATH without programs; an empty one would be the current folder
 NOT_HANDED_ON = ("BASH_ENV", "ENV", "SHELLOPTS", "BASHOPTS", "HISTFILE")
@@ -76,7 +76,7 @@ class _Channel:
 
     def serve(self) -> bool:
         """Answer what has arrived. False at the end of the pipe."""
-        new = os.read(self.question, MAX_SAID)
+        new = os.read(self.question, MAX_OUTPUT_BYTES)
         self._received += new
         if len(self._received) > MAX_QUESTION:
             return False
@@ -280,25 +280,25 @@ def _listen(
     """Read what the script prints to its end, and whether the shell itself still waits for something. Jobs in the
     background have until SECONDS_FOR_JOBS after it. alive: the end of a pipe that closes with the last process."""
     said = b""
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + MAX_SCRIPT_SECONDS
     running = {out, alive, channel.question}
     was_found = False
     while alive in running and (left := deadline - time.monotonic()) > 0:
-        for file in select.select(running, [], [], min(left, SECONDS_BETWEEN))[0]:
+        for file in select.select(running, [], [], min(left, SECONDS_BETWEEN_READS))[0]:
             if file == channel.question:
                 running -= set() if channel.serve() else {file}
                 continue
-            new = os.read(file, MAX_SAID)
-            said = (said + new)[-MAX_SAID:] if file == out else said
+            new = os.read(file, MAX_OUTPUT_BYTES)
+            said = (said + new)[-MAX_OUTPUT_BYTES:] if file == out else said
             running -= set() if new else {file}
-        if not was_found and b"pretrain_gpt.py\0" in os.pread(record.fileno(), MAX_SAID, 0):
+        if not was_found and b"pretrain_gpt.py\0" in os.pread(record.fileno(), MAX_OUTPUT_BYTES, 0):
             was_found = True
             deadline = min(deadline, time.monotonic() + SECONDS_FOR_JOBS)
         if shell.poll() is not None:
             deadline = min(deadline, time.monotonic() + SECONDS_FOR_JOBS)
     if alive not in running:  # the shell ends, or has closed the pipe
         with suppress(subprocess.TimeoutExpired):
-            shell.wait(max(deadline - time.monotonic(), SECONDS_BETWEEN))
+            shell.wait(max(deadline - time.monotonic(), SECONDS_BETWEEN_READS))
     return said, shell.poll() is None
 
 

@@ -10,7 +10,7 @@ from megatron_lite.config.misspelled import describe_unknown, find_closest
 from megatron_lite.config.yaml_file import YAML_FLAG, read_yaml
 from megatron_lite.units import is_number
 
-MAX_WHOLE = 2**53  # JSON and doubles hold no larger ones exactly
+MAX_EXACT_NUMBER = 2**53  # JSON and doubles hold no larger ones exactly
 # of fp32, without its denormal numbers
 MIN_FLOAT = 1.17549435e-38
 MAX_FLOAT = 3.40282346e38
@@ -210,6 +210,6 @@ def _convert_one(name: str, flag: Flag, text: str) -> tuple[object, str | None]:
         return None, f"{name} {text}: needs a finite number."
     if flag.kind is float and value and not MIN_FLOAT <= abs(value) <= MAX_FLOAT:
         return None, f"{name} {text}: needs 0 or a number that fp32 holds, from {MIN_FLOAT:g} to {MAX_FLOAT:g}."
-    if flag.kind is int and abs(value) > MAX_WHOLE:
-        return None, f"{name} {text}: needs a whole number of at most 2^53 = {MAX_WHOLE}."
+    if flag.kind is int and abs(value) > MAX_EXACT_NUMBER:
+        return None, f"{name} {text}: needs a whole number of at most 2^53 = {MAX_EXACT_NUMBER}."
     return value, None

@@ -4,7 +4,7 @@ import ast
 import itertools
 from collections.abc import Iterable
 
-MAX_LAYERS = 100_000
+MAX_PATTERN_LAYERS = 100_000
 
 
 def parse_expert_layers(frequency: str, num_layers: int) -> tuple[bool, ...]:
@@ -81,7 +81,7 @@ def _evaluate(node: ast.expr) -> int | list[int]:
         if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
             return left + right
         if isinstance(node.op, ast.Mult) and isinstance(left, list) and isinstance(right, int):
-            if len(left) * right > MAX_LAYERS:
-                raise ValueError(f"has more than {MAX_LAYERS} layers")
+            if len(left) * right > MAX_PATTERN_LAYERS:
+                raise ValueError(f"has more than {MAX_PATTERN_LAYERS} layers")
             return left * right
     raise ValueError("is neither a number nor a pattern such as ([0]*3+[1]*13)")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from megatron_lite.config.flags import RESPELLED, STOPPING, find_texts, read_flags, read_launcher_flags
 
 ALMOST = 0.9  # similarity of a typo
-ALIKE = 0.65  # of words and flags that may have been meant
+MIN_LIKENESS = 0.65  # of words and flags that may have been meant
 
 
 def describe_unknown(name: str, known: Sequence[str], others: Sequence[str]) -> tuple[str, list[str]]:
@@ -47,7 +47,7 @@ def _find_longer_or_alike(wanted: str, knobs: Sequence[str]) -> list[str]:
         longer = [knob for knob in knobs if knob.startswith(wanted)]
         if longer:
             return longer[:3]
-    return [knob for knob in find_closest(wanted, knobs, ALIKE) if _share_words(wanted, knob)]
+    return [knob for knob in find_closest(wanted, knobs, MIN_LIKENESS) if _share_words(wanted, knob)]
 
 
 def _share_words(wanted: str, knob: str) -> bool:
@@ -57,7 +57,7 @@ def _share_words(wanted: str, knob: str) -> bool:
     """
     words = wanted.strip("-").split("-")
     others = knob.strip("-").split("-")
-    found = sum(bool(difflib.get_close_matches(word, others, 1, ALIKE)) for word in words)
+    found = sum(bool(difflib.get_close_matches(word, others, 1, MIN_LIKENESS)) for word in words)
     return found > 1 or 2 * found > len(words)
 
 

@@ -31,7 +31,7 @@ OTHERWISE_NAMED = {
     "overlap-p2p-comm": "--no-overlap-p2p-communication",
 }
 # What Megatron's YAML calls each activation (silu with gated_linear_unit); its gelu is the exact one, fused or not.
-ACTIVATIONS = {
+YAML_ACTIVATIONS = {
     "swiglu": "--swiglu",
     "silu": "--swiglu",
     "squaredrelu": "--squared-relu",
@@ -217,7 +217,7 @@ def _read_activation(values: dict[str, object]) -> tuple[list[Word], str | None]
     if activation is None:
         wrong = gated and not swiglu
         return [], f"{shown}: needs activation_func: swiglu; add it, or give false." if wrong else None
-    flag = ACTIVATIONS.get(activation) if isinstance(activation, str) else None
+    flag = YAML_ACTIVATIONS.get(activation) if isinstance(activation, str) else None
     if flag is None or (activation == "silu" and not (gated or swiglu)):
         return [], f"activation_func: {activation}: choose from swiglu, squaredrelu, gelu."
     if gated and flag != "--swiglu":

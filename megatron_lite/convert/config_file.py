@@ -11,8 +11,8 @@ from megatron_lite.errors import CheckpointError
 from megatron_lite.shared_files import read_foreign_text
 
 CONFIG_FILE = "config.json"
-MAX_WHOLE = 2**26  # four times the positions of any model
-MAX_SHOWN = 80  # letters of a value
+MAX_CONFIG_NUMBER = 2**26  # four times the positions of any model
+MAX_VALUE_LETTERS = 80  # letters of a value
 
 
 class Default(enum.Enum):
@@ -41,7 +41,9 @@ class ConfigFile:
     @overload
     def whole(self, key: str, default: int | None, most: int = ...) -> int | None: ...
 
-    def whole(self, key: str, default: int | Default | None = Default.REQUIRED, most: int = MAX_WHOLE) -> int | None:
+    def whole(
+        self, key: str, default: int | Default | None = Default.REQUIRED, most: int = MAX_CONFIG_NUMBER
+    ) -> int | None:
         """Read a whole number from 1 on.
 
         Args:
@@ -62,13 +64,13 @@ class ConfigFile:
         return int(value)
 
     def number(self, key: str, default: float | Default = Default.REQUIRED) -> float:
-        """A number of at most MAX_WHOLE. CheckpointError for any other value."""
+        """A number of at most MAX_CONFIG_NUMBER. CheckpointError for any other value."""
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.wrong(key, value, "must be a number")
         # a whole number of many digits is no float
-        if abs(value) > MAX_WHOLE or math.isnan(value):
-            raise self.wrong(key, value, f"must be a number of at most {MAX_WHOLE}")
+        if abs(value) > MAX_CONFIG_NUMBER or math.isnan(value):
+            raise self.wrong(key, value, f"must be a number of at most {MAX_CONFIG_NUMBER}")
         return float(value)
 
     def switch(self, key: str, default: bool) -> bool:
@@ -105,8 +107,8 @@ class ConfigFile:
             shown = json.dumps(value)
         except RecursionError:
             shown = f"a {type(value).__name__}"
-        if len(shown) > MAX_SHOWN:
-            shown = shown[:MAX_SHOWN] + "..."
+        if len(shown) > MAX_VALUE_LETTERS:
+            shown = shown[:MAX_VALUE_LETTERS] + "..."
         return CheckpointError(f"--load-hf {self.path}: {key} is {shown}: {why}; convert another model.")
 
 

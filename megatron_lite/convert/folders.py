@@ -21,7 +21,7 @@ from megatron_lite.convert.config_file import CONFIG_FILE, ConfigFile, read_json
 from megatron_lite.convert.families import Family, family_of_config, family_of_shape
 from megatron_lite.convert.mappings import Link
 from megatron_lite.convert.tokenizer_files import TokenizerFiles
-from megatron_lite.convert.weights_folder import INDEX, WHOLE, Weights, open_weights, write_safetensors
+from megatron_lite.convert.weights_folder import INDEX_FILE, WEIGHTS_FILE, Weights, open_weights, write_safetensors
 from megatron_lite.errors import CheckpointError, UserError
 from megatron_lite.model.gpt import DTYPES, list_weights
 from megatron_lite.run_folder import RELEASE, sync_folder
@@ -171,7 +171,7 @@ class Export:
         num_bytes = {name: math.prod(size) * others.get(name, dtype).itemsize for name, size in theirs.items()}
         shards = self._divide(theirs, num_bytes)
         count = len(shards)
-        files = [WHOLE]
+        files = [WEIGHTS_FILE]
         if count > 1:
             files = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
         tensors = self._tensors(links, sizes, len(theirs))
@@ -180,7 +180,7 @@ class Export:
         if count > 1:
             weight_map = {name: file for file, shard in zip(files, shards) for name in shard}
             total = sum(num_bytes.values())
-            write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+            write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
     def _divide(self, sizes: Sizes, num_bytes: dict[str, int]) -> list[Sizes]:
         """Divide tensors over files, each below shard_bytes unless a single tensor is larger.
@@ -255,7 +255,7 @@ def _find_layer(link: Link) -> str:
 # --- A Hugging Face folder's weights as a checkpoint: weights only, which load as iteration 0
 
 
-MAX_WIDTH = 2**26  # rows or columns of a matrix
+MAX_MATRIX_WIDTH = 2**26  # rows or columns of a matrix
 
 
 def _require_possible(config: ConfigFile, shape: ModelShape, num_tensors: int) -> None:
@@ -285,7 +285,7 @@ def _require_possible(config: ConfigFile, shape: ModelShape, num_tensors: int) -
         widths += [shape.experts.number * shape.experts.ffn_hidden_size, shape.experts.shared_ffn_hidden_size or 1]
     if shape.latent is not None:
         widths += [shape.latent.kv_lora_rank, shape.latent.q_lora_rank or 1, shape.latent.head_width]
-    if not 0 < min(widths) <= max(widths) <= MAX_WIDTH:
+    if not 0 < min(widths) <= max(widths) <= MAX_MATRIX_WIDTH:
         raise CheckpointError(
             f"--load-hf {config.path}: tells of a matrix with {max(widths)} rows; give the folder of a whole model."
         )

@@ -15,7 +15,7 @@ from megatron_lite.convert.mappings import (
 )
 
 ARCHITECTURE = "GPT2LMHeadModel"
-ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu_erf"}  # theirs: ours
+GPT2_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu_erf"}  # theirs: ours
 PREFIX = "transformer."
 BUFFERS = (".attn.bias", ".attn.masked_bias")  # causal masks, which old files hold
 MATRICES = {"self_attention.linear_proj": "attn.c_proj", "mlp.linear_fc1": "mlp.c_fc", "mlp.linear_fc2": "mlp.c_proj"}
@@ -33,7 +33,7 @@ def objections(shape: ModelShape) -> Iterator[tuple[str, str]]:
         yield f"--position-embedding-type {shape.position_embedding}", "learned positions"
     if shape.normalization != "LayerNorm":
         yield f"--normalization {shape.normalization}", "LayerNorm"
-    if shape.activation not in ACTIVATIONS.values():
+    if shape.activation not in GPT2_ACTIVATIONS.values():
         yield f"--{shape.activation.replace('_', '-')}", "GELU"
     if shape.num_query_groups != shape.num_attention_heads:
         yield f"--num-query-groups {shape.num_query_groups}", "a key and a value for each head"
@@ -101,7 +101,7 @@ def build_config(shape: ModelShape, vocab_size: int) -> dict[str, object]:
         vocab_size: Ids without padding.
     """
     # the first of several names for one function
-    activations = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
+    activations = {ours: theirs for theirs, ours in reversed(GPT2_ACTIVATIONS.items())}
     return {
         "architectures": [ARCHITECTURE],
         "model_type": "gpt2",
@@ -137,8 +137,8 @@ def read_shape(config: ConfigFile, padded_vocab_size: int) -> ModelShape:
         config.refuse_unless(key, (False, None), "there is no such attention here")
     config.refuse_unless("scale_attn_weights", (True, None), "attention scores are always scaled here")
     activation = str(config.get("activation_function", "gelu_new"))
-    if activation not in ACTIVATIONS:
-        raise config.wrong("activation_function", activation, f"only {', '.join(ACTIVATIONS)} exist here")
+    if activation not in GPT2_ACTIVATIONS:
+        raise config.wrong("activation_function", activation, f"only {', '.join(GPT2_ACTIVATIONS)} exist here")
     hidden = config.whole("n_embd")
     heads = config.whole("n_head")
     positions = config.whole("n_positions", 1024)
@@ -155,7 +155,7 @@ def read_shape(config: ConfigFile, padded_vocab_size: int) -> ModelShape:
         max_position_embeddings=positions,
         padded_vocab_size=padded_vocab_size,
         norm_epsilon=config.number("layer_norm_epsilon", 1e-5),
-        activation=ACTIVATIONS[activation],
+        activation=GPT2_ACTIVATIONS[activation],
         tied_embeddings=config.switch("tie_word_embeddings", True),
         hidden_dropout=config.number("resid_pdrop", 0.1),
         attention_dropout=config.number("attn_pdrop", 0.1),

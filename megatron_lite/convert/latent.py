@@ -8,7 +8,7 @@ from megatron_lite.convert.mappings import SAME, Link, lay_out_norm
 from megatron_lite.convert.rotary_config import Rotation
 from megatron_lite.model.rotary_frequencies import compute_score_factor
 
-NORM_EPSILON = 1e-6  # of the norms of latent vectors, which no key of config.json tells
+LATENT_NORM_EPSILON = 1e-6  # of the norms of latent vectors, which no key of config.json tells
 # ours: theirs, of a layer's attention
 MATRICES = {
     "linear_q_proj": "q_proj",
@@ -31,8 +31,8 @@ def list_objections(shape: ModelShape, latent: LatentShape) -> Iterator[tuple[st
     """
     if not shape.qk_layernorm:
         yield "--multi-latent-attention without --qk-layernorm", "norms of latent vectors"
-    if shape.norm_epsilon != NORM_EPSILON:
-        yield f"--norm-epsilon {shape.norm_epsilon:g}", f"{NORM_EPSILON:g} in norms of latent vectors"
+    if shape.norm_epsilon != LATENT_NORM_EPSILON:
+        yield f"--norm-epsilon {shape.norm_epsilon:g}", f"{LATENT_NORM_EPSILON:g} in norms of latent vectors"
     if shape.yarn_scaling_factor is None and compute_score_factor(latent) != 1:
         yield f"--mscale-all-dim {latent.mscale_all_dim:g} with --rope-type rope", "scores that only YaRN sharpens"
 
@@ -89,8 +89,8 @@ def read_latent(config: ConfigFile, rotation: Rotation) -> LatentShape:
         CheckpointError: A value does not exist here.
     """
     config.refuse_unless("rope_interleave", (True, None), "neighboring channels rotate together here")
-    if config.number("rms_norm_eps", NORM_EPSILON) != NORM_EPSILON:
-        which = f"norms of latent vectors have {NORM_EPSILON:g} there, and all norms the same here"
+    if config.number("rms_norm_eps", LATENT_NORM_EPSILON) != LATENT_NORM_EPSILON:
+        which = f"norms of latent vectors have {LATENT_NORM_EPSILON:g} there, and all norms the same here"
         raise config.wrong("rms_norm_eps", config.values["rms_norm_eps"], which)
     factor = rotation.get("yarn_scaling_factor")
     if factor is None and set(rotation) != {"rotary_base"}:

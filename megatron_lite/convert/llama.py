@@ -5,7 +5,7 @@ latent attention.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megatron_lite.config.expert_layers import MAX_LAYERS
+from megatron_lite.config.expert_layers import MAX_PATTERN_LAYERS
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.convert import experts, latent, window_config
 from megatron_lite.convert.config_file import ConfigFile
@@ -283,7 +283,7 @@ def read_shape(config: ConfigFile, padded_vocab_size: int) -> ModelShape:
         CheckpointError: A key is missing, or a value does not exist here.
     """
     of = _find_architecture(config)
-    num_layers = config.whole("num_hidden_layers", most=MAX_LAYERS)
+    num_layers = config.whole("num_hidden_layers", most=MAX_PATTERN_LAYERS)
     linear_bias, qkv_bias = _read_biases(config, of)
     positions = config.whole("max_position_embeddings", of.max_position_embeddings)
     hidden = config.whole("hidden_size")

@@ -17,12 +17,12 @@ from megatron_lite.errors import CheckpointError, describe_io_error
 from megatron_lite.process_state import limit_memory
 from megatron_lite.shared_files import require_regular
 
-WHOLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 BIN = "pytorch_model.bin"
 BIN_INDEX = "pytorch_model.bin.index.json"
 # safetensors' names of the types that are converted
-DTYPES = {
+SAFETENSORS_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -34,7 +34,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-ALIGNMENT = 8  # bytes, of a safetensors file's first tensor
+TENSOR_ALIGNMENT = 8  # bytes, of a safetensors file's first tensor
 
 
 class Weights(Protocol):
@@ -64,11 +64,11 @@ class SafetensorsSlice(Protocol):
 
 def open_weights(folder: Path) -> Weights:
     """The weights of a folder. CheckpointError if it has none, or they cannot be read."""
-    for name in (WHOLE, INDEX, BIN, BIN_INDEX):
+    for name in (WEIGHTS_FILE, INDEX_FILE, BIN, BIN_INDEX):
         if (folder / name).is_file():
             return Pieces(folder / name) if name.endswith(".json") else open_piece(folder / name)
     raise CheckpointError(
-        f"--load-hf {folder}: holds no {WHOLE}, {BIN}, nor their index.json; give the folder of a whole model."
+        f"--load-hf {folder}: holds no {WEIGHTS_FILE}, {BIN}, nor their index.json; give the folder of a whole model."
     )
 
 
@@ -89,7 +89,7 @@ class SafetensorsFile:
             names = self._file.keys()
             types = {name: self._file.get_slice(name).get_dtype() for name in names}
             for name, dtype in types.items():
-                if dtype not in DTYPES and not why:
+                if dtype not in SAFETENSORS_DTYPES and not why:
                     why = f"{name} has the type {dtype}, which is not supported"
         except Exception as error:  # noqa: BLE001 - the library raises errors of many kinds, SafetensorError among them
             why = describe_io_error(error).removesuffix(f": {path}")
@@ -198,7 +198,7 @@ def write_safetensors(
         ValueError: There are more or fewer tensors.
         OSError: The file cannot be written.
     """
-    type_names = {known: name for name, known in DTYPES.items()}
+    type_names = {known: name for name, known in SAFETENSORS_DTYPES.items()}
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers wants the format
     first = 0  # byte of the next tensor
     for name, size in sizes.items():
@@ -207,7 +207,7 @@ def write_safetensors(
         header[name] = {"dtype": type_names[own], "shape": list(size), "data_offsets": [first, end]}
         first = end
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % ALIGNMENT)
+    text += b" " * (-len(text) % TENSOR_ALIGNMENT)
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, tensor in zip(sizes, tensors, strict=True):

@@ -9,7 +9,7 @@ from megatron_lite.convert.config_file import ConfigFile
 
 SLIDING = "sliding_attention"
 FULL = "full_attention"
-WHOLE = "attention always reaches back to the start here"
+WHOLE_ATTENTION = "attention always reaches back to the start here"
 MAX_WINDOW_LAYERS = 28  # transformers' own default
 
 
@@ -86,14 +86,14 @@ def read_window(config: ConfigFile, keys: WindowKeys | None, num_layers: int) ->
     layer_types = _read_layer_types(config, num_layers)
     size = None
     if keys is None:
-        config.refuse_unless("use_sliding_window", (False, None), WHOLE)
-        config.refuse_unless("sliding_window", (None, 0), WHOLE)
+        config.refuse_unless("use_sliding_window", (False, None), WHOLE_ATTENTION)
+        config.refuse_unless("sliding_window", (None, 0), WHOLE_ATTENTION)
     elif not keys.has_switch or config.switch("use_sliding_window", False):
         given = config.get("sliding_window", keys.size)
         size = None if given is None else config.whole("sliding_window", keys.size)
     if keys is None or size is None:
         if layer_types is not None and any(layer_types):
-            raise config.wrong("layer_types", config.values["layer_types"], WHOLE)
+            raise config.wrong("layer_types", config.values["layer_types"], WHOLE_ATTENTION)
         return {}
     sliding = [True] * num_layers
     if keys.by_layer:

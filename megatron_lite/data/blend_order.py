@@ -23,13 +23,13 @@ from megatron_lite.data.index_cache import Arrays, Entry, IndexCache, Shapes
 from megatron_lite.errors import DataError
 from megatron_lite.units import count
 
-MIN_STEPS = 1 << 14  # below, the plain loop is as fast
+MIN_VECTOR_STEPS = 1 << 14  # below, the plain loop is as fast
 LANE_STEPS = 1 << 13
 APPROACH_STEPS = 1 << 11  # from the estimate to the lane's beginning
 LANES = 1 << 10  # at once: bounds the memory
 SURPLUS = 0.005  # each data set is built a little larger than its share, as the greedy mixing may overdraw it
 MAX_DATASETS = 32_766  # the data set's number is an int16
-BLOCK = 1 << 20
+ORDER_BLOCK = 1 << 20
 
 
 class Samples(Protocol):
@@ -59,7 +59,7 @@ def mix(shares: list[float], size: int) -> tuple[NDArray[np.int16], NDArray[np.i
     steps_at_once = LANES * LANE_STEPS
     for begin in range(0, size, steps_at_once):
         part = slice(begin, min(size, begin + steps_at_once))
-        is_short = part.stop - begin < MIN_STEPS
+        is_short = part.stop - begin < MIN_VECTOR_STEPS
         go = _mix_plainly if is_short else _mix_in_lanes
         taken = go(weights, begin, taken, chosen[part], earlier[part])
     return chosen, earlier
@@ -267,8 +267,8 @@ class BlendedDataset(Dataset[NDArray[np.int64]]):
     def _require_samples(self) -> None:
         """DataError unless each data set has the samples that the blend takes of it."""
         taken = np.zeros(len(self.datasets), np.int64)
-        for start in range(0, len(self), BLOCK):  # bincount makes int64 of all that it is given
-            block = self.dataset_index[start : start + BLOCK]
+        for start in range(0, len(self), ORDER_BLOCK):  # bincount makes int64 of all that it is given
+            block = self.dataset_index[start : start + ORDER_BLOCK]
             taken += np.bincount(block, minlength=len(taken))
         for number, (samples, dataset) in enumerate(zip(taken.tolist(), self.datasets), start=1):
             if samples > len(dataset):

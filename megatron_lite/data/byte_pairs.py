@@ -188,7 +188,7 @@ def _find_special(vocab: dict[str, int], vocab_file: str | None, merge_file: str
 
 VOCAB_SIZE = 1 << 17  # Megatron's, without --vocab-size
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
-FORMAT = 'a list of {"rank", "token_bytes", "token_str"}, rank 0, 1, 2, ..., which starts with the 256 bytes'
+VOCABULARY_FORMAT = 'a list of {"rank", "token_bytes", "token_str"}, rank 0, 1, 2, ..., which starts with the 256 bytes'
 
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -284,7 +284,7 @@ def _special_names(given: tuple[str, ...], number: int, vocab_size: int) -> list
 
 
 def _read_tokens(path: str) -> list[bytes]:
-    """The tokens of a file, by rank. UserError unless it is FORMAT."""
+    """The tokens of a file, by rank. UserError unless it is VOCABULARY_FORMAT."""
     tokens: list[bytes] = []
     why = ""
     try:
@@ -307,7 +307,7 @@ def _read_tokens(path: str) -> list[bytes]:
     if not why and not is_sound:
         why = "does not start with the 256 bytes, or repeats a token"
     if why:
-        raise UserError(f"--tokenizer-model {path}: {why}; give {FORMAT}")
+        raise UserError(f"--tokenizer-model {path}: {why}; give {VOCABULARY_FORMAT}")
     return tokens
 
 

@@ -15,7 +15,7 @@ from megatron_lite.units import count
 BLOCK_TOKENS = 1 << 22
 BLOCK_DOCUMENTS = 1 << 16
 SAMPLE_TOKENS = 40
-MAX_SAMPLES = 16
+MAX_SAMPLED_DOCUMENTS = 16
 Report = Callable[[str, float], None]  # what is being done, and the share of it that is done
 
 
@@ -102,14 +102,14 @@ def inspect(
 
 
 def _sample(dataset: IndexedDataset, bounds: NDArray[np.int64], full: NDArray[np.int64]) -> Iterator[tuple[int, ...]]:
-    """The first tokens of MAX_SAMPLES documents, evenly spread, the first one among them.
+    """The first tokens of MAX_SAMPLED_DOCUMENTS documents, evenly spread, the first one among them.
 
     Args:
         dataset: The opened files.
         bounds: int64 [documents + 1], the tokens before each document.
         full: Numbers of the documents that are not empty.
     """
-    step = -(-len(full) // MAX_SAMPLES)
+    step = -(-len(full) // MAX_SAMPLED_DOCUMENTS)
     for document in full[::step]:
         start = int(bounds[document])
         end = min(int(bounds[document + 1]), start + SAMPLE_TOKENS)

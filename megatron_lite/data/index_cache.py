@@ -20,13 +20,13 @@ from megatron_lite.run_folder import sync_folder
 from megatron_lite.shared_files import Lock, open_regular, read_bounded, try_lock
 from megatron_lite.units import count
 
-FORMAT = "megatron_lite index cache 1"
-BLOCK_BYTES = 1 << 20  # a checksum each
+CACHE_FORMAT = "megatron_lite index cache 1"
+CHECKSUM_BYTES = 1 << 20  # a checksum each
 MAX_DESCRIPTION_BYTES = 1 << 26  # checksums of 8 TiB
-MAX_BLOCKS = 1 << 10  # checked when an entry is opened: a GiB, so all of nearly every entry
+MAX_CHECKED_BLOCKS = 1 << 10  # checked when an entry is opened: a GiB, so all of nearly every entry
 FLAG = "--data-cache-path"
-LARGE = 10_000_000  # entries of the indices: about a second of building and 100 MB on each rank
-MAX_WAIT_S = 1800  # for another process that builds the same entry
+LARGE_INDEX_ENTRIES = 10_000_000  # entries of the indices: about a second of building and 100 MB on each rank
+MAX_BUILD_WAIT_S = 1800  # for another process that builds the same entry
 POLL_S = 0.1
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Entry:
     @property
     def name(self) -> str:
         """The beginning of its files' names: HASH-KIND-SPLIT."""
-        text = json.dumps({"format": FORMAT, "kind": self.kind, **self.key}, sort_keys=True)
+        text = json.dumps({"format": CACHE_FORMAT, "kind": self.kind, **self.key}, sort_keys=True)
         return f"{hashlib.sha256(text.encode()).hexdigest()[:32]}-{self.kind}-{self.split}"
 
 
@@ -132,7 +132,13 @@ class IndexFiles:
     def _describe(self, files: Mapping[str, object]) -> str:
         """The text of description.txt. files: a FileFacts of each array."""
         entry = self.entry
-        content = {"format": FORMAT, "kind": entry.kind, "split": entry.split, "made_of": entry.key, "files": files}
+        content = {
+            "format": CACHE_FORMAT,
+            "kind": entry.kind,
+            "split": entry.split,
+            "made_of": entry.key,
+            "files": files,
+        }
         return json.dumps(content, indent=1) + "\n"
 
     def stamp(self) -> Stamp | None:
@@ -151,13 +157,13 @@ def _write_array(path: Path, array: np.ndarray) -> FileFacts:
         file.flush()
         os.fsync(file.fileno())
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            blocks = (data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES))
+            blocks = (data[at : at + CHECKSUM_BYTES] for at in range(0, len(data), CHECKSUM_BYTES))
             sums = "".join(f"{zlib.crc32(block):08x}" for block in blocks)
             return {"bytes": len(data), "crc32_per_mib": sums}
 
 
 def _check_bytes(name: str, file: BinaryIO, facts: object) -> None:
-    """Compare the size and the checksums of the blocks, or of MAX_BLOCKS spread over the file, with the description.
+    """Compare size and checksums of the blocks, or of MAX_CHECKED_BLOCKS over the file, with the description.
 
     Args:
         name: Name of the file.
@@ -173,13 +179,13 @@ def _check_bytes(name: str, file: BinaryIO, facts: object) -> None:
         if isinstance(facts, dict):
             sums = facts.get("crc32_per_mib")
             num_bytes = facts.get("bytes")
-        num_blocks = -(-len(data) // BLOCK_BYTES)
+        num_blocks = -(-len(data) // CHECKSUM_BYTES)
         if not isinstance(sums, str) or num_bytes != len(data) or len(sums) != 8 * num_blocks:
             raise Damaged(f"{name} has {len(data)} bytes, which are not as many as were written")
-        num_checked = min(num_blocks, MAX_BLOCKS)
+        num_checked = min(num_blocks, MAX_CHECKED_BLOCKS)
         for number in np.linspace(0, num_blocks - 1, num_checked).astype(int).tolist():
-            start = number * BLOCK_BYTES
-            found = f"{zlib.crc32(data[start : start + BLOCK_BYTES]):08x}"
+            start = number * CHECKSUM_BYTES
+            found = f"{zlib.crc32(data[start : start + CHECKSUM_BYTES]):08x}"
             expected = sums[8 * number : 8 * number + 8]
             if found != expected:
                 raise Damaged(f"{name} has changed since it was written (MiB {number})")
@@ -208,7 +214,7 @@ class IndexCache:
         """
         if self._folder is not None:
             return self._folder
-        if prefix is None or num_entries < LARGE:
+        if prefix is None or num_entries < LARGE_INDEX_ENTRIES:
             return None
         return os.path.join(prefix, "cache", f"{kind}_indices")  # Megatron's rule: a folder of the prefix's name
 
@@ -230,7 +236,7 @@ class IndexCache:
             return build()
         files = IndexFiles(folder, entry)
         unsound: Stamp | None = None  # the state of the files that were found damaged
-        deadline = time.monotonic() + MAX_WAIT_S
+        deadline = time.monotonic() + MAX_BUILD_WAIT_S
         while True:
             stamp = files.stamp()
             if stamp != unsound:

@@ -26,12 +26,12 @@ from megatron_lite.shared_files import open_foreign
 from megatron_lite.units import count, counted
 
 MAGIC = b"MMIDIDX\x00\x00"
-VERSION = 1
+INDEX_VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
-DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+TOKEN_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 Tokens = NDArray[np.integer]  # of the type that the file's header names
 NUM_RUNS = 256  # of tokens that are looked at when a large file is opened
-BLOCK = 1 << 22  # sequences checked at a time: bounds the memory that opening a huge file takes
+CHECKED_SEQUENCES = 1 << 22  # sequences checked at a time: bounds the memory that opening a huge file takes
 
 
 def damaged(path: str, what: str) -> DataError:
@@ -94,16 +94,16 @@ class IndexedDataset:
         last = marks[-1]
         if first != 0 or last != len(self):
             raise damaged(path, f"document marks run from {first} to {last}, not {whole}")
-        for start in range(0, len(marks), BLOCK):
-            steps = np.diff(marks[start : start + BLOCK + 1])
+        for start in range(0, len(marks), CHECKED_SEQUENCES):
+            steps = np.diff(marks[start : start + CHECKED_SEQUENCES + 1])
             if (steps < 0).any():
                 raise damaged(path, "document marks go backwards")
 
     def _check_sequences(self, path: str) -> int:
         """The number of tokens. DataError unless sequences follow on each other. path: of the .idx."""
         num_tokens = 0
-        for start in range(0, len(self), BLOCK):
-            block = slice(start, start + BLOCK)
+        for start in range(0, len(self), CHECKED_SEQUENCES):
+            block = slice(start, start + CHECKED_SEQUENCES)
             lengths = self.sequence_lengths[block].astype(np.int64)
             is_negative = lengths < 0
             if is_negative.any():
@@ -208,11 +208,11 @@ def _read_header(path: str, index: mmap.mmap | bytes) -> tuple[np.dtype[np.integ
     magic, version, code, num_sequences, num_marks = HEADER.unpack_from(index)
     if magic != MAGIC:
         raise DataError(f"{path}: starts with {magic!r}, not {MAGIC!r}; not an indexed data set: preprocess the text")
-    if version != VERSION:
-        raise DataError(f"{path}: version {version} is unknown, {VERSION} is read; preprocess the text again")
-    if code not in DTYPES:
+    if version != INDEX_VERSION:
+        raise DataError(f"{path}: version {version} is unknown, {INDEX_VERSION} is read; preprocess the text again")
+    if code not in TOKEN_DTYPES:
         raise damaged(path, f"token type code {code} is unknown (1 to 8 exist)")
-    dtype: np.dtype[np.integer] = np.dtype(DTYPES[code])
+    dtype: np.dtype[np.integer] = np.dtype(TOKEN_DTYPES[code])
     if dtype.kind == "f":
         raise DataError(f"{path}: token type {dtype} holds no token ids; preprocess the text with a tokenizer")
     expected = HEADER.size + 12 * num_sequences + 8 * num_marks

@@ -13,15 +13,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megatron_lite.data.indexed import DTYPES, HEADER, MAGIC, VERSION, IndexedDataset
+from megatron_lite.data.indexed import HEADER, INDEX_VERSION, MAGIC, TOKEN_DTYPES, IndexedDataset
 from megatron_lite.errors import DataError
 from megatron_lite.units import count
 
 UINT16_BELOW = 65_500  # ids in the vocabulary
-MAX_SEQUENCE = 2**31 - 1  # tokens; lengths are int32
+MAX_SEQUENCE_TOKENS = 2**31 - 1  # tokens; lengths are int32
 INDEX_BLOCK = 1 << 16  # sequences whose pointers are computed at a time
 MERGE_BLOCK = 1 << 22  # tokens, sequences or documents copied at a time
-NONE = np.empty(0, np.int64)
+NO_LENGTHS = np.empty(0, np.int64)
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.integer]:
@@ -126,9 +126,9 @@ class PairWriter:
         if not self.written.tokens:
             raise DataError(f"{self.prefix}: not a single token to write; check the input files and --json-keys")
         self.sync()
-        code = next(code for code, known in DTYPES.items() if np.dtype(known) == self.dtype)
+        code = next(code for code, known in TOKEN_DTYPES.items() if np.dtype(known) == self.dtype)
         with self._writing(), open(self._paths["idx"], "wb") as index:
-            index.write(HEADER.pack(MAGIC, VERSION, code, self.written.sequences, self.written.documents + 1))
+            index.write(HEADER.pack(MAGIC, INDEX_VERSION, code, self.written.sequences, self.written.documents + 1))
             with open(self._paths["lengths"], "rb") as lengths:
                 shutil.copyfileobj(lengths, index)
                 lengths.seek(0)
@@ -238,10 +238,9 @@ def checked_ids(token_ids: ArrayLike, vocab_size: int, whose: str) -> NDArray[np
     ids = np.asarray(token_ids)
     if ids.size == 0:
         return ids.astype(np.int64)
-    if ids.size > MAX_SEQUENCE:
-        raise DataError(
-            f"{whose} has {count(ids.size)} tokens, the format ends at {count(MAX_SEQUENCE)}; cut it into several"
-        )
+    if ids.size > MAX_SEQUENCE_TOKENS:
+        most = count(MAX_SEQUENCE_TOKENS)
+        raise DataError(f"{whose} has {count(ids.size)} tokens, the format ends at {most}; cut it into several")
     if ids.dtype.kind not in "iu":
         raise DataError(f"token ids of type {ids.dtype} are no integers; check the tokenizer")
     # Anything below the vocabulary fits the type: uint16 is chosen below 65,500 ids only.
@@ -279,11 +278,11 @@ def merge(
         for dataset in datasets:
             # Marks first: they are moved by the sequences that the pair holds when they come.
             for start in range(1, len(dataset.document_marks), MERGE_BLOCK):
-                pair.append(b"", NONE, dataset.document_marks[start : start + MERGE_BLOCK])
+                pair.append(b"", NO_LENGTHS, dataset.document_marks[start : start + MERGE_BLOCK])
             for start in range(0, len(dataset), MERGE_BLOCK):
-                pair.append(b"", dataset.sequence_lengths[start : start + MERGE_BLOCK], NONE)
+                pair.append(b"", dataset.sequence_lengths[start : start + MERGE_BLOCK], NO_LENGTHS)
             for start in range(0, dataset.num_tokens, MERGE_BLOCK):
-                pair.append(dataset.all_tokens[start : start + MERGE_BLOCK].tobytes(), NONE, NONE)
+                pair.append(dataset.all_tokens[start : start + MERGE_BLOCK].tobytes(), NO_LENGTHS, NO_LENGTHS)
                 report(pair.written.tokens)
     return pair.written
 

@@ -16,7 +16,7 @@ from megatron_lite.units import counted
 
 ENDING = ".unfinished"
 SECONDS_BETWEEN_STATES = 5.0
-VERSION = 1
+RESUME_VERSION = 1
 
 
 @dataclass
@@ -83,7 +83,12 @@ class Unfinished:
         for pair in self._pairs:
             pair.sync()
         written = [pair.written for pair in self._pairs]
-        state = {"version": VERSION, "settings": self._settings, "progress": asdict(self.progress), "written": written}
+        state = {
+            "version": RESUME_VERSION,
+            "settings": self._settings,
+            "progress": asdict(self.progress),
+            "written": written,
+        }
         try:
             write_atomically(self._path, json.dumps(state, indent=1) + "\n")
         except OSError as error:
@@ -126,7 +131,7 @@ class Unfinished:
             changed = [name for name, value in self._settings.items() if before.get(name) != value]
             if found.skipped and not self._may_skip:
                 changed.append("--on-error")
-            if state["version"] != VERSION or before.keys() != self._settings.keys():
+            if state["version"] != RESUME_VERSION or before.keys() != self._settings.keys():
                 objection = "was written by another version"
             elif changed:
                 objection = f"{', '.join(changed)} changed since that run was interrupted"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from megatron_lite.formats.memory_snapshot import Frame
 
-MIN_BLOCK = 512
+MIN_BLOCK_BYTES = 512
 MIB = 2**20
 LARGEST_SMALL = MIB
 SMALL_SEGMENT, LARGE_SEGMENT, LARGE_STEP = 2 * MIB, 20 * MIB, 2 * MIB
@@ -51,7 +51,7 @@ class Segment:
 
 def rounded(size: int) -> int:
     """Bytes of the block that an allocation of `size` bytes takes."""
-    return max(MIN_BLOCK, -(-size // MIN_BLOCK) * MIN_BLOCK)
+    return max(MIN_BLOCK_BYTES, -(-size // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES)
 
 
 class SegmentMap:
@@ -94,7 +94,7 @@ class SegmentMap:
         segment = self.segments[number]
         index = bisect.bisect_left(segment.starts, address)
         rest = found - size
-        if rest >= (MIN_BLOCK if pool == "small" or self._expandable else LARGEST_SMALL + 1):
+        if rest >= (MIN_BLOCK_BYTES if pool == "small" or self._expandable else LARGEST_SMALL + 1):
             segment.sizes[index] = size
             segment.starts.insert(index + 1, address + size)
             segment.sizes.insert(index + 1, rest)

@@ -21,7 +21,7 @@ from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.instruments.torch_profiler import TorchProfiler
 from megatron_lite.parallel.layers import count_compilations
 from megatron_lite.parallel.rank_status import RunPosition, describe_hand_over
-from megatron_lite.thresholds import MIN_BEFORE
+from megatron_lite.thresholds import MAX_BEFORE, MIN_BEFORE
 
 if TYPE_CHECKING:
     from torch._dynamo.callback import CallbackArgs, CompilationCallbackHandler
@@ -53,7 +53,6 @@ class WhereaboutsKeeper(Instrument):
             self._where.enter(None)
 
 
-MAX_BEFORE = 50  # steps before the window that are remembered
 WARMING_UP = 1  # the first step of a run allocates, compiles and fills caches
 STEPS_AFTER = 20  # steps compared after the window
 MIN_LINGERING = 1.05  # a smaller ratio is noise

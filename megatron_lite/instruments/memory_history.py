@@ -10,12 +10,13 @@ from megatron_lite.formats.memory_snapshot import MemorySnapshot, TraceEvent
 from megatron_lite.instruments.base import Instrument, Tell, Window
 from megatron_lite.instruments.memory_oom import Shortage, ShortageRecorder, is_out_of_memory, read_host_memory
 from megatron_lite.instruments.memory_summary import describe_place, operation, peak, site
-from megatron_lite.instruments.memory_tags import SETUP, ModuleHooks, StepMarks
+from megatron_lite.instruments.memory_tags import ModuleHooks, StepMarks
 from megatron_lite.instruments.memory_tracker import StorageTracker
 from megatron_lite.instruments.snapshot_format import build_annotations, extend_name, write_snapshot
+from megatron_lite.phases import SETUP
 from megatron_lite.units import counted, size
 
-OUTSIDE = 100_000  # events kept outside of the window, to explain an out-of-memory error there
+MAX_EVENTS_OUTSIDE = 100_000  # events kept outside of the window, to explain an out-of-memory error there
 # of torch._C, in builds with CUDA only
 ATTACH_OBSERVER = "_cuda_attach_out_of_memory_observer"
 
@@ -71,13 +72,13 @@ class CudaRecorder:
         tell: Callable[[str], object] | None = getattr(torch.cuda.memory, "_set_memory_metadata", None)
         self.place = StepMarks(tell)
         self._hooks = ModuleHooks(self.place, in_backward=tell is not None)
-        self._full_at = OUTSIDE
+        self._full_at = MAX_EVENTS_OUTSIDE
         self._is_open = False
 
     def open(self) -> None:
         if not self._is_open:  # it may have been opened earlier, to record more
             self._is_open = True
-            self._record(min(OUTSIDE, self._most))
+            self._record(min(MAX_EVENTS_OUTSIDE, self._most))
 
     def begin_step(self, pause: bool) -> None:
         """Do nothing: the allocator records all the time."""
@@ -91,7 +92,7 @@ class CudaRecorder:
 
     def close_window(self) -> None:
         self._hooks.detach()
-        self._record(min(OUTSIDE, self._most))
+        self._record(min(MAX_EVENTS_OUTSIDE, self._most))
 
     def close(self) -> None:
         self._hooks.detach()

@@ -15,12 +15,12 @@ from megatron_lite.errors import attach_explanation
 from megatron_lite.formats.memory_snapshot import MemorySnapshot
 from megatron_lite.instruments.base import Instrument, Tell
 from megatron_lite.instruments.memory_summary import (
-    ACTIVATIONS,
-    EVALUATION,
-    GRADIENTS,
-    INPUT,
-    OPTIMIZER,
-    WEIGHTS,
+    HELD_ACTIVATIONS,
+    HELD_EVALUATION,
+    HELD_GRADIENTS,
+    HELD_INPUT,
+    HELD_OPTIMIZER,
+    HELD_WEIGHTS,
     Held,
     describe_place,
     list_held_memory,
@@ -39,8 +39,8 @@ LAST_RESORT = (
     "fewer --num-layers, a smaller --hidden-size or a shorter --seq-length: weights and optimizer state are whole "
     "on every rank, so that more ranks do not help"
 )
-MOVING = (ACTIVATIONS, EVALUATION, INPUT, GRADIENTS)
-STANDING = (WEIGHTS, OPTIMIZER)
+MOVING = (HELD_ACTIVATIONS, HELD_EVALUATION, HELD_INPUT, HELD_GRADIENTS)
+STANDING = (HELD_WEIGHTS, HELD_OPTIMIZER)
 
 
 class PredictPeak(Protocol):
@@ -132,8 +132,8 @@ def _add_peak(words: str, plan: Plan, predict_peak: PredictPeak | None, **change
         return words
 
 
-MAX_SITES = 3  # places in the code that are named
-MAX_FILES = 3  # snapshots of failures that the program caught: each may be gigabytes
+MAX_NAMED_PLACES = 3  # places in the code that are named
+MAX_CAUGHT_SNAPSHOTS = 3  # snapshots of failures that the program caught: each may be gigabytes
 # messages of libraries that allocate memory themselves, as RuntimeErrors
 SIGNS = (
     "out of memory",
@@ -278,9 +278,9 @@ class OutOfMemory(Instrument):
                 holders = f"{len(held):,} tensors; what they are is known with --record-memory-history"
         if not shortage.all_known:  # what was not recorded is what steps make anew each time
             unknown = max(shortage.reserved - sum(by_category.values()), 0)
-            by_category[ACTIVATIONS] = by_category.get(ACTIVATIONS, 0) + unknown
+            by_category[HELD_ACTIVATIONS] = by_category.get(HELD_ACTIVATIONS, 0) + unknown
         remedies = self._find_remedies(by_category, shortage.asked or 0, _count_unused(shortage, snapshot, used))
-        sites = "; ".join(_describe_site(*one) for one in largest[:MAX_SITES])
+        sites = "; ".join(_describe_site(*one) for one in largest[:MAX_NAMED_PLACES])
         return [
             _describe_shortage(shortage, used),
             f"  held by: {holders or 'no tensor that is known'}",
@@ -293,8 +293,8 @@ class OutOfMemory(Instrument):
         if self._path is None:
             return "none; --record-memory-history writes one, with the code that allocated each tensor"
         path = extend_name(self._path, f"_oom_rank{self._rank}")
-        if self._files == MAX_FILES:
-            return f"{path} is of an earlier failure; a run writes at most {MAX_FILES}"
+        if self._files == MAX_CAUGHT_SNAPSHOTS:
+            return f"{path} is of an earlier failure; a run writes at most {MAX_CAUGHT_SNAPSHOTS}"
         self._files += 1
         try:
             write_snapshot(path, snapshot)

@@ -6,40 +6,39 @@ from dataclasses import dataclass, field
 
 from megatron_lite import marks
 from megatron_lite.formats.memory_snapshot import Frame, MemorySnapshot, TraceEvent
-from megatron_lite.instruments.memory_tags import RECOMPUTE, SETUP
-from megatron_lite.phases import Phase
+from megatron_lite.phases import RECOMPUTE, SETUP, Phase
 
-ACTIVATIONS = "activations"
-GRADIENTS = "gradients and what backward computes"
-WEIGHTS = "weights"
-OPTIMIZER = "optimizer"
-INPUT = "input"
-EVALUATION = "evaluation"
-OTHER = "other"
+HELD_ACTIVATIONS = "activations"
+HELD_GRADIENTS = "gradients and what backward computes"
+HELD_WEIGHTS = "weights"
+HELD_OPTIMIZER = "optimizer"
+HELD_INPUT = "input"
+HELD_EVALUATION = "evaluation"
+HELD_OTHER = "other"
 CATEGORY_OF_PHASE: dict[str, str] = {
-    Phase.DATA: INPUT,
-    Phase.DATA_TO_DEVICE: INPUT,
-    Phase.FORWARD: ACTIVATIONS,
-    RECOMPUTE: ACTIVATIONS,
-    Phase.BACKWARD: GRADIENTS,
-    Phase.GRAD_SYNC: GRADIENTS,
-    Phase.UNSCALE: OPTIMIZER,
-    Phase.CLIP_GRAD: OPTIMIZER,
-    Phase.OPTIMIZER_STEP: OPTIMIZER,
-    Phase.EVAL: EVALUATION,
+    Phase.DATA: HELD_INPUT,
+    Phase.DATA_TO_DEVICE: HELD_INPUT,
+    Phase.FORWARD: HELD_ACTIVATIONS,
+    RECOMPUTE: HELD_ACTIVATIONS,
+    Phase.BACKWARD: HELD_GRADIENTS,
+    Phase.GRAD_SYNC: HELD_GRADIENTS,
+    Phase.UNSCALE: HELD_OPTIMIZER,
+    Phase.CLIP_GRAD: HELD_OPTIMIZER,
+    Phase.OPTIMIZER_STEP: HELD_OPTIMIZER,
+    Phase.EVAL: HELD_EVALUATION,
 }
 # (part of a file, mark, phase): whose stack a memory has that was allocated outside of phases, or whose tag has fallen
 # out of the ring
 CATEGORY_OF_CODE = (
-    ("megatron_lite/optim/", "", OPTIMIZER),
-    ("torch/optim/", "", OPTIMIZER),
-    ("megatron_lite/parallel/", "", GRADIENTS),
-    ("torch/nn/parallel/", "", GRADIENTS),
-    ("torch/autograd/", "", GRADIENTS),
-    ("", marks.EVALUATION, EVALUATION),
-    ("", marks.STEP, ACTIVATIONS),
-    ("megatron_lite/model/", "", WEIGHTS),
-    ("", marks.WEIGHTS, WEIGHTS),
+    ("megatron_lite/optim/", "", HELD_OPTIMIZER),
+    ("torch/optim/", "", HELD_OPTIMIZER),
+    ("megatron_lite/parallel/", "", HELD_GRADIENTS),
+    ("torch/nn/parallel/", "", HELD_GRADIENTS),
+    ("torch/autograd/", "", HELD_GRADIENTS),
+    ("", marks.EVALUATION, HELD_EVALUATION),
+    ("", marks.STEP, HELD_ACTIVATIONS),
+    ("megatron_lite/model/", "", HELD_WEIGHTS),
+    ("", marks.WEIGHTS, HELD_WEIGHTS),
 )
 PACKAGE = "megatron_lite/"
 TORCH = "/torch/"
@@ -119,14 +118,14 @@ def category(piece: Held) -> str:
     step, _, rest = piece.tag.partition("/")
     if rest:
         phase, _, _ = rest.partition("/")
-        return CATEGORY_OF_PHASE.get(phase, OTHER)
+        return CATEGORY_OF_PHASE.get(phase, HELD_OTHER)
     if step not in ("", SETUP):
-        return OTHER  # between the phases of a step
+        return HELD_OTHER  # between the phases of a step
     for part, mark, name in CATEGORY_OF_CODE:
         if any(_is_of_code(frame, part, mark) for frame in piece.frames):
             return name
     # a GPU's backward runs on a thread without Python frames
-    return OTHER if piece.frames or step == SETUP else GRADIENTS
+    return HELD_OTHER if piece.frames or step == SETUP else HELD_GRADIENTS
 
 
 def _is_of_code(frame: Frame, part: str, mark: str) -> bool:

@@ -13,13 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from megatron_lite.instruments.base import Instrument
-from megatron_lite.phases import Phase
+from megatron_lite.phases import RECOMPUTE, SETUP, Phase
 
-SETUP = "setup"  # all before the first step: weights, optimizer state, what a checkpoint is read into
-RECOMPUTE = "recompute"  # forward once more, inside backward
-BACKWARD = Phase.BACKWARD.value
 MAX_MARKS = 20_000
-MAX_STEPS = 1_000
+MAX_MARKED_STEPS = 1_000
 
 
 class StepMarks(Instrument):
@@ -43,7 +40,7 @@ class StepMarks(Instrument):
         self._mark("START", f"step {step}")
         began_us, _, _ = self.marks[-1]
         self.begun[step] = began_us
-        self.begun.pop(step - MAX_STEPS, None)
+        self.begun.pop(step - MAX_MARKED_STEPS, None)
         self.move("", "")
 
     def begin_phase(self, name: str) -> None:
@@ -128,10 +125,10 @@ class ModuleHooks:
 
     def _move(self, name: str) -> None:
         phase_name = self.place.phase_name
-        if phase_name in (BACKWARD, RECOMPUTE):
-            phase_name = RECOMPUTE if self._running else BACKWARD
+        if phase_name in (Phase.BACKWARD.value, RECOMPUTE):
+            phase_name = RECOMPUTE if self._running else Phase.BACKWARD.value
         self.place.move(phase_name, name)
 
     def _gradient_arrives(self, name: str, gradients: tuple[Tensor, ...]) -> None:
-        if self.place.phase_name in (BACKWARD, RECOMPUTE):
-            self.place.move(BACKWARD, name)
+        if self.place.phase_name in (Phase.BACKWARD.value, RECOMPUTE):
+            self.place.move(Phase.BACKWARD.value, name)

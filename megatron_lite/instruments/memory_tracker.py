@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from megatron_lite.formats.caching_allocator import Allocation, SegmentMap
 from megatron_lite.formats.memory_snapshot import Frame, MemorySnapshot
 from megatron_lite.instruments.memory_oom import read_asked_bytes
-from megatron_lite.instruments.memory_tags import RECOMPUTE, StepMarks
+from megatron_lite.instruments.memory_tags import StepMarks
 from megatron_lite.instruments.snapshot_format import (
     ALLOC,
     FREE,
@@ -29,7 +29,7 @@ from megatron_lite.instruments.snapshot_format import (
     build_annotations,
     build_snapshot,
 )
-from megatron_lite.phases import Phase
+from megatron_lite.phases import RECOMPUTE, Phase
 
 FORWARD = Phase.FORWARD.value
 BACKWARD = Phase.BACKWARD.value

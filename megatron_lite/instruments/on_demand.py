@@ -12,10 +12,10 @@ from megatron_lite.shared_files import read_bounded
 
 REQUEST = "profile.now"  # made by the user: empty, or with the number of steps
 ANSWER = "profile.next"  # written for other ranks by the one that took the request: "FIRST STOP"
-SECONDS_BETWEEN_LOOKS = 0.2  # a folder on a network may take milliseconds to answer
+SECONDS_BETWEEN_REQUEST_LOOKS = 0.2  # a folder on a network may take milliseconds to answer
 MAX_STEPS_APART = 5  # hosts: every rank reads back results that are two steps old, which need all ranks
-MAX_BYTES = 100  # read of either: other people may write to the folder
-MAX_STEPS = 1000  # a step of a large model is tens of megabytes of trace, held in memory until the end
+MAX_REQUEST_BYTES = 100  # read of either: other people may write to the folder
+MAX_REQUESTED_STEPS = 1000  # a step of a large model is tens of megabytes of trace, held in memory until the end
 
 
 class OnDemand(Instrument):
@@ -65,7 +65,7 @@ class OnDemand(Instrument):
             if self._leads:
                 self._answer.unlink(missing_ok=True)
         now = time.monotonic()
-        if now - self._looked_at < SECONDS_BETWEEN_LOOKS:
+        if now - self._looked_at < SECONDS_BETWEEN_REQUEST_LOOKS:
             return
         if not window.on_demand:
             if self._leads:
@@ -93,7 +93,7 @@ class OnDemand(Instrument):
         if self._alone:
             first = step + 2
         else:
-            first = step + MAX_STEPS_APART + int(3 * SECONDS_BETWEEN_LOOKS * steps_per_second)
+            first = step + MAX_STEPS_APART + int(3 * SECONDS_BETWEEN_REQUEST_LOOKS * steps_per_second)
         told = self._move_window(step, range(first, first + length))
         self._tell(f"{self._request}{told}")
 
@@ -130,9 +130,9 @@ class OnDemand(Instrument):
         Its text is never printed: the file may be a link to a secret that this process can read and the file's maker
         cannot.
         """
-        wrong = f"holds no number of steps from 1 to {MAX_STEPS}"
+        wrong = f"holds no number of steps from 1 to {MAX_REQUESTED_STEPS}"
         try:
-            text = read_bounded(self._request, MAX_BYTES).strip()
+            text = read_bounded(self._request, MAX_REQUEST_BYTES).strip()
         except OSError as error:
             text = "?"
             wrong = f"cannot be read ({error.strerror})"
@@ -142,7 +142,7 @@ class OnDemand(Instrument):
             self._stays = True
         if not text:
             return self._length
-        if text.isdecimal() and 0 < int(text) <= MAX_STEPS:
+        if text.isdecimal() and 0 < int(text) <= MAX_REQUESTED_STEPS:
             return int(text)
         self._tell(
             f"{self._request}: {wrong}, so nothing is profiled; "
@@ -154,7 +154,7 @@ class OnDemand(Instrument):
     def _follow(self, step: int) -> None:
         """Move the window as the leading rank has answered, if it has."""
         with contextlib.suppress(OSError, ValueError):
-            first, stop = map(int, read_bounded(self._answer, MAX_BYTES).split())
+            first, stop = map(int, read_bounded(self._answer, MAX_REQUEST_BYTES).split())
             if self._seen != (first, stop) and step < stop:
                 self.window.steps = range(max(first, step), stop)
                 self.window.on_demand = True

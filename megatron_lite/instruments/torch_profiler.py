@@ -34,12 +34,14 @@ from megatron_lite.units import MIB
 
 # --- writing a trace: whole or not at all, and checked before it gets its name
 
-LARGE = 16 * MIB  # from here on a trace is compressed unless the flags say otherwise: JSON shrinks about 15-fold
-CHUNK = 4 * MIB
+COMPRESSED_FROM_BYTES = (
+    16 * MIB
+)  # from here on a trace is compressed unless the flags say otherwise: JSON shrinks about 15-fold
+READ_BYTES = 4 * MIB
 OVERLAP = 4096
-STEP = re.compile(rb'"ProfilerStep#(\d+)"')
+STEP_RANGE = re.compile(rb'"ProfilerStep#(\d+)"')
 KERNEL = re.compile(rb'"cat": ?"kernel"')
-ENDING = re.compile(rb"[}\]]\s*\Z")
+TRACE_ENDING = re.compile(rb"[}\]]\s*\Z")
 
 
 class LostFile(OSError):
@@ -61,12 +63,12 @@ def inspect_trace(path: Path) -> Found:
     kernels = 0
     kept = b""
     with open(path, "rb") as file:
-        while chunk := file.read(CHUNK):
+        while chunk := file.read(READ_BYTES):
             text = kept + chunk
-            steps |= {int(number) for number in STEP.findall(text)}
+            steps |= {int(number) for number in STEP_RANGE.findall(text)}
             kernels += len(KERNEL.findall(text)) - len(KERNEL.findall(kept))  # what was kept was counted before
             kept = text[-OVERLAP:]
-    return Found(tuple(sorted(steps)), kernels, bool(ENDING.search(kept)))
+    return Found(tuple(sorted(steps)), kernels, bool(TRACE_ENDING.search(kept)))
 
 
 def write_trace(path: Path, write: Callable[[str], object], compress: bool | None = False) -> tuple[Path, Found]:
@@ -90,7 +92,7 @@ def write_trace(path: Path, write: Callable[[str], object], compress: bool | Non
         written_bytes = hidden.stat().st_size
         if not found.whole:
             raise LostFile(f"the file broke off after {written_bytes / MIB:.1f} MiB: no room on the disk?")
-        if compress or (compress is None and written_bytes >= LARGE):
+        if compress or (compress is None and written_bytes >= COMPRESSED_FROM_BYTES):
             hidden = _compress(hidden)
             path = path.with_name(f"{path.name}.gz")
         os.replace(hidden, path)
@@ -124,14 +126,16 @@ def _compress(plain: Path) -> Path:
     packed = plain.with_name(f"{plain.name}.gz")
     # level 1 is nearly as small as level 9 on traces, and several times faster
     with open(plain, "rb") as source, gzip.open(packed, "wb", compresslevel=1) as target:
-        shutil.copyfileobj(source, target, CHUNK)
+        shutil.copyfileobj(source, target, READ_BYTES)
     plain.unlink()
     return packed
 
 
 # --- torch's C++ writes notes of its profilers to stderr, whatever the settings; they tell a user nothing
 
-NOISE = re.compile(rb"execution_trace_observer\.cpp|CPUAllocator\.cpp|output_json\.cpp|USDT:|kineto", re.IGNORECASE)
+KINETO_NOISE = re.compile(
+    rb"execution_trace_observer\.cpp|CPUAllocator\.cpp|output_json\.cpp|USDT:|kineto", re.IGNORECASE
+)
 
 
 @contextlib.contextmanager
@@ -148,7 +152,7 @@ def suppress_notes() -> Iterator[None]:
             os.close(real)
             held.seek(0)
             for line in held:
-                if not NOISE.search(line):
+                if not KINETO_NOISE.search(line):
                     os.write(2, line)
 
 
@@ -226,7 +230,7 @@ class TableLimit(TypedDict, total=False):
 
 
 TABLE_ROWS = 200
-NAME_WIDTH = 80
+PROFILER_NAME_WIDTH = 80
 # summing up takes tens of microseconds per operator: a huge trace gets a table of its beginning (torch 2.13 can)
 HAS_LIMIT = "post_processing_timeout_s" in inspect.signature(_KinetoProfile.__init__).parameters
 TABLE_LIMIT: TableLimit = {"post_processing_timeout_s": 60} if HAS_LIMIT else {}
@@ -521,7 +525,7 @@ class TorchProfiler(Instrument):
     def _write_table(self, profiler: _KinetoProfile) -> str:
         """Write operators by the time that they spend themselves: on the device, where there is one."""
         rows = profiler.key_averages(group_by_input_shape=self.options.pytorch_profiler_collect_shapes)
-        table = rows.table(CUDA if self.cuda else CPU, TABLE_ROWS, max_name_column_width=NAME_WIDTH)
+        table = rows.table(CUDA if self.cuda else CPU, TABLE_ROWS, max_name_column_width=PROFILER_NAME_WIDTH)
         path = self.folder / f"{self._worker}.operators.txt"
         write_text(path, f"{self.window.words(self._last)}, rank {self.rank}\n{table}\n")
         return f"operators: {path}"

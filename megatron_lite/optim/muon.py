@@ -56,7 +56,7 @@ class Composition:
     share: RowShare | None = None  # None: this rank has all rows
 
 
-WHOLE = Composition()
+UNSPLIT = Composition()
 
 
 def orthogonalize(matrix_RC: Tensor, steps: int, coefficients: str, in_bf16: bool) -> Tensor:
@@ -161,7 +161,7 @@ class Muon(torch.optim.Optimizer):
             weight: The parameter.
             direction_RC: The direction of its momentum, in its shape.
         """
-        composition: Composition = self._compositions.get(weight, WHOLE)  # type: ignore[call-overload]
+        composition: Composition = self._compositions.get(weight, UNSPLIT)  # type: ignore[call-overload]
         if composition.share is None:
             return self._orthogonalize_parts(direction_RC, composition)
         # as on all ranks that have rows of it: a product takes less time than sending it

@@ -22,7 +22,7 @@ from megatron_lite.parallel.replica import Replica
 from megatron_lite.units import MIB
 
 BUCKET_MIB = 25  # torch's default
-ALIGN = 32  # elements: a gradient that starts on 128 bytes is read in whole vectors
+GRADIENT_ALIGNMENT = 32  # elements: a gradient that starts on 128 bytes is read in whole vectors
 BUNDLES = 8  # of gradients that a GPU adds at once: few launches, and little memory for gradients that wait
 
 
@@ -321,7 +321,7 @@ def _zeros(parameters: Sequence[Tensor]) -> Tensor:
 
 def _length(parameter: Tensor) -> int:
     """Elements that a parameter's sum takes, rounded up to whole vectors."""
-    return -(-parameter.numel() // ALIGN) * ALIGN
+    return -(-parameter.numel() // GRADIENT_ALIGNMENT) * GRADIENT_ALIGNMENT
 
 
 def replicate(plan: Plan, model: nn.Module, groups: Groups, backend: Backend) -> Replica:

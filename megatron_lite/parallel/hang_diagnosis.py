@@ -16,24 +16,24 @@ from megatron_lite.errors import RanksError
 from megatron_lite.formats.failure_record import FailureRecord, RankAtFailure, encode_failure
 from megatron_lite.formats.file_names import RANKS_FILE, RUN_FILE
 from megatron_lite.formats.run_record import RunRecord
-from megatron_lite.parallel.rank_status import DEFAULT, STAGES, Operation, RankStatus, RankStore
+from megatron_lite.parallel.rank_status import DEFAULT, STAGE_TRANSFERS, Operation, RankStatus, RankStore
 from megatron_lite.process_state import memory_kills, process_state
 from megatron_lite.run_folder import write_atomically, write_run
 from megatron_lite.shared_files import read_bounded
 from megatron_lite.units import duration
 
-MAX_NAMED = 8  # ranks in one line
+MAX_NAMED_RANKS = 8  # ranks in one line
 # why somebody asks
 CLOSED = "closed"
-LATE = "late"
+LATE_RANK = "late"
 TERMINATED = "terminated"
-SIGNALLED = ("SIGTERM", "KeyboardInterrupt")  # how a rank's farewell begins that somebody ended
+SIGNAL_FAREWELLS = ("SIGTERM", "KeyboardInterrupt")  # how a rank's farewell begins that somebody ended
 AGAIN = "start again with --load to go on from the newest checkpoint."
 MAX_RECORD_BYTES = 2**24
 MIN_STUCK = 0.5  # of a collective's time limit that a rank must be in one phase to have kept others waiting
 ANSWER_SECONDS = 5.0  # ranks look at the store every second
 VERDICT_SECONDS = ANSWER_SECONDS + 5.0  # until the speaker has told the others
-SECONDS_BETWEEN_LOOKS = 0.1
+SECONDS_BETWEEN_STATUS_LOOKS = 0.1
 LINES = {  # what is said of ranks of a kind; whoever is of an earlier kind is to blame
     "left": "{who} ended in {post.place}, with {post.left}{waited}. Mend what its own message names, then {AGAIN}",
     "dead": "{who} died ({process} is gone){seen}{waited}.{killed} The launcher's summary names the signal; {AGAIN}",
@@ -65,7 +65,7 @@ class Case:
 
     rank: int
     size: int
-    reason: str  # CLOSED, LATE or TERMINATED
+    reason: str  # CLOSED, LATE_RANK or TERMINATED
     limit_s: float  # how long a collective may take
     posts: dict[int, RankStatus]  # the newest of every rank that has ever written one
     operation: Operation | None = None  # what the asking rank waited in
@@ -151,7 +151,7 @@ def find_cause(case: Case, *, heard: bool = True) -> Cause | None:
             return Cause(_describe(case, kind, ranks), ranks, kind in ENDED)
     if not heard:
         return None
-    if case.reason == LATE:
+    if case.reason == LATE_RANK:
         happened = f"{case.waited_in} took longer than {duration(case.limit_s)} although all ranks had begun it"
         remedy = f"if the network between them is sound, raise --distributed-timeout-minutes{case.see}."
         return Cause(f"{happened}; {remedy}", [], False)
@@ -180,7 +180,7 @@ def classify_rank(case: Case, rank: int) -> str | None:
     if post is None:
         return "absent"
     if post.blameless:
-        return "signalled" if post.left and post.left.startswith(SIGNALLED) else None
+        return "signalled" if post.left and post.left.startswith(SIGNAL_FAREWELLS) else None
     if post.left is not None:
         return "left"
     if state in ("dead", "stopped"):
@@ -188,7 +188,7 @@ def classify_rank(case: Case, rank: int) -> str | None:
     if not post.answers:
         return "silent"
     # a rank whose time is over closes its connections, with which others fail whose time is nearly over
-    is_late = case.reason == LATE or (case.reason == CLOSED and post.phase_s >= MIN_STUCK * case.limit_s)
+    is_late = case.reason == LATE_RANK or (case.reason == CLOSED and post.phase_s >= MIN_STUCK * case.limit_s)
     return "behind" if is_late and rank in case.awaited else None
 
 
@@ -221,11 +221,11 @@ def _describe(case: Case, kind: str, ranks: list[int]) -> str:
 
 def _name_ranks(case: Case, ranks: list[int]) -> str:
     """The names of ranks, as in 'rank 3 (tp 1)' or 'ranks 1, 2, 3 and 9 more'."""
-    named = ", ".join(map(str, ranks[:MAX_NAMED]))
+    named = ", ".join(map(str, ranks[:MAX_NAMED_RANKS]))
     if len(ranks) == 1:
         place = case.layout.describe_place(ranks[0])
         return f"rank {named} ({place})" if place else f"rank {named}"
-    more = len(ranks) - MAX_NAMED
+    more = len(ranks) - MAX_NAMED_RANKS
     return f"ranks {named} and {more} more" if more > 0 else f"ranks {named}"
 
 
@@ -240,13 +240,13 @@ def _describe_waiting(case: Case, culprit: int) -> tuple[str, str]:
     after = ""
     within = ""
     lasted = ""
-    if case.reason == LATE:
+    if case.reason == LATE_RANK:
         limit = duration(case.limit_s)
         after = f" {limit}"
         within = f" within {limit}"
         lasted = f", for {limit}"
     is_far = operation is not None and operation.ranks and culprit not in operation.ranks
-    if operation is not None and operation.group == STAGES:
+    if operation is not None and operation.group == STAGE_TRANSFERS:
         whom = f"others waiting, and through them rank {case.rank}" if is_far else f"rank {case.rank} waiting"
         unjoined = f"keeps {whom} for {operation}{lasted}"
         return f"; rank {case.rank} waited{after} for {operation}, {mine.place}", unjoined
@@ -302,7 +302,7 @@ class HangDiagnosis:
         """Find the error to raise on this rank; None if no rank is to blame. Takes seconds.
 
         Args:
-            reason: CLOSED, LATE or TERMINATED.
+            reason: CLOSED, LATE_RANK or TERMINATED.
             mine: This rank's status.
             operation: What this rank waits in, if that is known.
             detail: What the transport said of a lost connection.
@@ -321,7 +321,7 @@ class HangDiagnosis:
             found = find_cause(case, heard=heard)
             if found is not None or heard or reason == TERMINATED:
                 break
-            time.sleep(SECONDS_BETWEEN_LOOKS)
+            time.sleep(SECONDS_BETWEEN_STATUS_LOOKS)
         self.store.publish_cause(found.line if found else "")
         if found is None:
             return None

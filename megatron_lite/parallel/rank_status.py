@@ -32,12 +32,14 @@ if TYPE_CHECKING:
 
 MAX_FRAMES = 40
 # keys of the store
-FAILED = "ranks_failed"
+FAILED_RANKS = "ranks_failed"
 VERDICT = "ranks_verdict"
 SPEAKER = "ranks_speaker"
-SECONDS_BETWEEN_LOOKS = 0.05
+SECONDS_BETWEEN_STORE_LOOKS = 0.05
 DEFAULT = "0"  # the group of all ranks
-STAGES = "stages"  # in its place: what stages of a pipeline hand each other, which gloo's recorder does not know
+STAGE_TRANSFERS = (
+    "stages"  # in its place: what stages of a pipeline hand each other, which gloo's recorder does not know
+)
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Operation:
         return self.group, self.number, self.ranks
 
     def __str__(self) -> str:
-        if self.group == STAGES:
+        if self.group == STAGE_TRANSFERS:
             return f"{self.name} rank {self.ranks[0]}"
         among = f" of ranks {', '.join(map(str, self.ranks))}" if self.ranks else ""
         # as the recorder calls types: torch.FloatTensor
@@ -177,7 +179,7 @@ class FlightRecorder:
 
 def describe_hand_over(rank: int, what: str) -> Operation:
     """Describe what another rank waits for. rank, what: such as 1 and 'the forward of micro-batch 3 from'."""
-    return Operation(1, what, group=STAGES, ranks=(rank,))
+    return Operation(1, what, group=STAGE_TRANSFERS, ranks=(rank,))
 
 
 def find_ranks(group: "GroupName") -> tuple[int, ...]:
@@ -301,12 +303,12 @@ class RankStore:
         """Ask to speak for all ranks, and ask them all to answer. Returns whether this rank may: only the first may."""
         first = self._store.add(SPEAKER, 1) == 1
         if first:
-            self._store.set(FAILED, "")
+            self._store.set(FAILED_RANKS, "")
         return first
 
     def has_failed(self) -> bool:
         """Tell whether some rank gave up. Then every rank should answer."""
-        return self._store.check([FAILED])
+        return self._store.check([FAILED_RANKS])
 
     def publish_cause(self, line: str) -> None:
         """Tell all ranks what the speaker has found out; empty for nothing."""
@@ -318,6 +320,6 @@ class RankStore:
         while not self._store.check([VERDICT]):
             if time.monotonic() >= end:
                 return None
-            time.sleep(SECONDS_BETWEEN_LOOKS)
+            time.sleep(SECONDS_BETWEEN_STORE_LOOKS)
         line: str = json.loads(self._store.get(VERDICT))
         return line

@@ -33,7 +33,7 @@ from megatron_lite.parallel.hang_diagnosis import (
     AGAIN,
     ANSWER_SECONDS,
     CLOSED,
-    LATE,
+    LATE_RANK,
     TERMINATED,
     VERDICT_SECONDS,
     HangDiagnosis,
@@ -56,7 +56,7 @@ BEAT_SECONDS = 1.0
 FAREWELL_SECONDS = 10.0  # a busy machine may take seconds to hand it over
 LOOK_CLOSER = 0.1  # of the limit: a step that takes so long bears a look at the whole recorder
 GRACE_SECONDS = 30.0  # what a rank has to end by itself once the verdict is out
-SECONDS_BETWEEN_LOOKS = 1.0  # at the launcher
+SECONDS_BETWEEN_LAUNCHER_LOOKS = 1.0  # at the launcher
 SECONDS_FOR_LAST_WORDS = 5.0  # a terminal or a disk may hang
 WAKE = b"\xff"  # no signal has this number
 STORE_ERRORS = (dist.DistError, RuntimeError)
@@ -181,7 +181,7 @@ class Watchdog:
             detail = lost_connection(error)
             if detail is None and not isinstance(error, dist.DistError):
                 raise
-            reason = LATE if re.search("timed out|timeout", str(error).lower()) else CLOSED
+            reason = LATE_RANK if re.search("timed out|timeout", str(error).lower()) else CLOSED
             # when one fails, gloo lets others fail with it: which one waited was noted before
             operation = self._waiting or self._find_unfinished() or self._recorder.newest()
             # a launcher that saw a rank die ends the others at once: this one does so by itself, after it has told why
@@ -273,7 +273,7 @@ class Watchdog:
         elif self._backstop and self._stuck and time.monotonic() - self._stuck[1] >= self._limit_s:
             waiting = self._recorder.unfinished()
             self._stuck = None
-            if waiting is not None and self._tell(LATE, self._post(), waiting):
+            if waiting is not None and self._tell(LATE_RANK, self._post(), waiting):
                 os._exit(RanksError.exit_code)
 
     def _tell(self, reason: str, mine: RankStatus, operation: Operation | None) -> bool:
@@ -339,7 +339,7 @@ class LauncherWatch:
 
     def _watch(self, agent: ProcessIdentity) -> None:
         while is_there(agent) is not False:
-            time.sleep(SECONDS_BETWEEN_LOOKS)
+            time.sleep(SECONDS_BETWEEN_LAUNCHER_LOOKS)
         last_words = threading.Thread(target=self._say, args=(agent,), daemon=True)
         last_words.start()
         last_words.join(SECONDS_FOR_LAST_WORDS)

@@ -16,7 +16,7 @@ from megatron_lite.planner.what_if import MARGIN, find_heaviest_stage, fit
 from megatron_lite.units import GIB, count, size
 
 NAMED = 4  # categories of the peak, in the console's line
-SMALL = 0.02  # of the peak: not named there
+MAX_UNNAMED_SHARE = 0.02  # of the peak: not named there
 NO_REMEDY = "training may run out of memory"
 # for CPUs and GPUs that no table has: only the memory, which is measured, decides what fits
 ANY = Processor("any", "", None, None, None, None, None, None, None, None, "none")
@@ -104,7 +104,7 @@ def _describe_peak(seen: Forecast, peak: Moment) -> str:
         held[row.category] += row.num_bytes
     largest = []
     for name, taken in held.most_common(NAMED):
-        if taken >= SMALL * peak.num_bytes:
+        if taken >= MAX_UNNAMED_SHARE * peak.num_bytes:
             largest.append(f"{name} {size(taken)}")
     each = f"{seen.sharing} x " if seen.sharing > 1 else ""
     room = f" of {size(seen.room_bytes)}" if seen.room_bytes else ""

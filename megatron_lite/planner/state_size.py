@@ -15,7 +15,7 @@ from megatron_lite.config.model_size import (
 )
 from megatron_lite.config.plan import Plan
 from megatron_lite.config.shape import RankShape
-from megatron_lite.formats.caching_allocator import MIN_BLOCK
+from megatron_lite.formats.caching_allocator import MIN_BLOCK_BYTES
 from megatron_lite.formats.hardware import CUBLAS_THREADS, Processor, cublas_workspace_bytes, cublaslt_workspace_bytes
 from megatron_lite.formats.run_record import LedgerRow
 from megatron_lite.pipeline_schedule import Stage
@@ -251,8 +251,8 @@ def _measure_step_counters(plan: Plan) -> LedgerRow:
     if plan.args.optimizer.optimizer == "muon":
         # of the others
         number -= count_matrices(plan.rank_shape, plan.stage)
-    formula = f"{count(number)} parameter tensors x {MIN_BLOCK} bytes"
-    return LedgerRow("moments", "step counters of adam", number * MIN_BLOCK, formula)
+    formula = f"{count(number)} parameter tensors x {MIN_BLOCK_BYTES} bytes"
+    return LedgerRow("moments", "step counters of adam", number * MIN_BLOCK_BYTES, formula)
 
 
 # --- where ranks shard the model (torch's fully_shard): each layer is gathered by itself, and the rest together

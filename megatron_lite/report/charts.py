@@ -16,7 +16,7 @@ from megatron_lite.formats.memory_categories import CATEGORIES
 from megatron_lite.report import draw, palette
 from megatron_lite.report.figure import Arrangement, Axis, BarChart, Bars, Curve, CurveChart, Figure, Look, Mark
 from megatron_lite.report.phase_colors import color_phases
-from megatron_lite.report.sections.step import NOTHING
+from megatron_lite.report.section import READS_AS_ZERO
 from megatron_lite.report.text import fit
 from megatron_lite.units import significant, size
 
@@ -69,7 +69,7 @@ def thinned(curve: tuple[Moment, ...], most: int) -> list[Moment]:
 
 # --- operators by arithmetic intensity against the hardware's two limits
 
-MAX_SHAPES = 300
+MAX_CHART_SHAPES = 300
 MAX_PX = 34  # of the point that takes longest, across
 MIN_PX = 6
 
@@ -79,7 +79,7 @@ def roofline(report: Report) -> CurveChart | None:
     rank = report.facts.critical
     known = rank.kernels.roofline if rank else ()
     rows = [row for row in known if row.flops > 0 and row.num_bytes > 0 and row.ms > 0]
-    rows = sorted(rows, key=lambda row: -row.ms)[:MAX_SHAPES]
+    rows = sorted(rows, key=lambda row: -row.ms)[:MAX_CHART_SHAPES]
     if len(rows) < 2 or not any(row.bound_ms for row in rows):
         return None
     curves = _build_role_curves(rows)
@@ -175,14 +175,14 @@ def _build_limit(name: str, x: list[float], y: list[float]) -> Curve:
 
 # --- every step of the run, of which the trace shows a few only, and its losses
 
-MIN_STEPS = 20  # fewer say nothing that the sentences do not
+MIN_CHART_STEPS = 20  # fewer say nothing that the sentences do not
 OTHER_STEPS = "others: first, evaluating, saving, compiling"
 
 
 def run_steps(report: Report) -> CurveChart | None:
     """Milliseconds of each step, ordinary ones apart from those that compile, save, evaluate or are profiled."""
     run = report.facts.run
-    if run is None or run.steps < MIN_STEPS:
+    if run is None or run.steps < MIN_CHART_STEPS:
         return None
     shown = _choose_steps(run)
     profiled = run.profiled[shown]
@@ -224,7 +224,7 @@ def losses(report: Report) -> CurveChart | None:
 # --- bars: when the phases of one step run (the device's clock, or the host's without a GPU); the step of each rank
 
 MAX_SPANS = 400  # longer ones first; beyond that a picture shows nothing more
-MAX_RANKS = 64
+MAX_CHART_RANKS = 64
 
 
 def timeline(report: Report) -> BarChart | None:
@@ -233,7 +233,7 @@ def timeline(report: Report) -> BarChart | None:
     if rank is None or not rank.time.timeline:
         return None
     begin_ns, end_ns = _find_ends(rank.time)
-    spans = _choose_spans(rank.time.timeline, NOTHING * (end_ns - begin_ns))
+    spans = _choose_spans(rank.time.timeline, READS_AS_ZERO * (end_ns - begin_ns))
     names = list(dict.fromkeys(span.name for span in spans))
     if len(names) < 2:
         return None
@@ -276,7 +276,7 @@ def _choose_spans(timeline: Sequence[Span], least_ns: float) -> list[Span]:
 
 def step_bars(report: Report) -> BarChart | None:
     """Draw a stacked bar per rank, as long as its step. None for a single rank, whose table has bars."""
-    ranks = [rank for rank in report.facts.ranks_seen if rank.time.step_ms > 0][:MAX_RANKS]
+    ranks = [rank for rank in report.facts.ranks_seen if rank.time.step_ms > 0][:MAX_CHART_RANKS]
     if len(ranks) < 2:
         return None
     rows_by_name = {}

@@ -18,11 +18,11 @@ from megatron_lite.terminal import escape
 from megatron_lite.units import count, significant, size
 
 MAX_FLAGS = 12  # rows
-MAX_KERNELS = 8  # rows
-MAX_NAMES = 2  # of an operator's kernels
-MIN_SHARE = 0.002  # of a step that a row or a kernel's difference must be to be listed
-HEAD = ["A", "B", "B - A", "change", "noise", "result"]
-ALIGN = "rrrrrl"
+MAX_COMPARED_KERNELS = 8  # rows
+MAX_KERNEL_NAMES = 2  # of an operator's kernels
+MIN_LISTED_SHARE = 0.002  # of a step that a row or a kernel's difference must be to be listed
+COLUMN_HEADS = ["A", "B", "B - A", "change", "noise", "result"]
+COLUMN_ALIGNMENT = "rrrrrl"
 CLEAR = (Change.MORE, Change.LESS)
 FACTOR = 10  # B in times of A from which on a change is told as a factor, not in percent
 
@@ -122,7 +122,7 @@ def markdown_lines(found: Comparison, judged: Sequence[Judged]) -> list[str]:
             change, noise = _describe_judged(one)
             lines.append(f"| `{one.limit.text}` | {change} | {noise} | {one.outcome} |")
     numbers = " ---: |" * 5
-    lines += ["", f"| | {' | '.join(HEAD)} |", f"| --- |{numbers} --- |"]
+    lines += ["", f"| | {' | '.join(COLUMN_HEADS)} |", f"| --- |{numbers} --- |"]
     for row in _list_totals(found):
         cells = " | ".join(map(_escape, row))
         lines.append(f"| {cells} |")
@@ -209,7 +209,7 @@ def _build_totals_section(found: Comparison) -> Section:
         names_by_source.setdefault(total.of, []).append(total.name)
     sources = [f"{', '.join(names)}: {source}" for source, names in names_by_source.items()]
     unchanged = [total.pair.change is Change.SAME for total in found.totals]
-    table = Table(_list_totals(found), "l" + ALIGN, ["", *HEAD], faint=unchanged)
+    table = Table(_list_totals(found), "l" + COLUMN_ALIGNMENT, ["", *COLUMN_HEADS], faint=unchanged)
     return Section("totals", "Speed and memory", "", [table, Lines(["; ".join(sources)], quiet=True)])
 
 
@@ -241,7 +241,7 @@ def _build_roles_section(found: Comparison) -> Section:
 
 def _build_kernels_section(kernels: Sequence[KernelPair], everything: bool) -> Section:
     """The operators that changed most; where their kernels have other names, those stand below the table."""
-    shown, hidden = limit_rows(kernels, MAX_KERNELS, everything)
+    shown, hidden = limit_rows(kernels, MAX_COMPARED_KERNELS, everything)
     pairs = {_name_kernel(kernel): kernel.ms for kernel in shown}
     renamed = []
     for kernel in shown:
@@ -290,14 +290,14 @@ def _build_phases_section(found: Comparison) -> Section:
 
 
 def _is_seen(pair: Pair, step_ms: float) -> bool:
-    return max(pair.a or 0.0, pair.b or 0.0) >= MIN_SHARE * step_ms
+    return max(pair.a or 0.0, pair.b or 0.0) >= MIN_LISTED_SHARE * step_ms
 
 
 def _differs(kernel: KernelPair, found: Comparison) -> bool:
     """Tell whether a kernel's time changed clearly, and by enough of a step to be listed."""
     if kernel.ms.change in (Change.SAME, Change.UNCLEAR):
         return False
-    return abs(_measure_increase(kernel)) >= MIN_SHARE * found.step_ms
+    return abs(_measure_increase(kernel)) >= MIN_LISTED_SHARE * found.step_ms
 
 
 def _measure_increase(kernel: KernelPair) -> float:
@@ -315,7 +315,7 @@ def _describe_kernels(pair: KernelPair) -> str:
 
 def _name_kernels(names: Sequence[str], per_step: float | None) -> str:
     """Name the kernels of one run, and how often they ran per step; 'nothing' where there are none."""
-    named = ", ".join(names[:MAX_NAMES])
+    named = ", ".join(names[:MAX_KERNEL_NAMES])
     if per_step:
         named += f" ({calls(per_step)})"
     return named or "nothing"
@@ -345,7 +345,7 @@ def _build_table(
     write = write or _choose_ms(pairs.values())
     rows = [[name, *_build_cells(pair, write)] for name, pair in pairs.items()]
     faint = [pair.change is Change.SAME for pair in pairs.values()]
-    return Table(rows, "l" + ALIGN, [head, *HEAD], hidden=hidden, faint=faint)
+    return Table(rows, "l" + COLUMN_ALIGNMENT, [head, *COLUMN_HEADS], hidden=hidden, faint=faint)
 
 
 def _build_cells(pair: Pair, write: Callable[[float], str]) -> list[str]:
@@ -385,7 +385,7 @@ def _choose_ms(pairs: Iterable[Pair]) -> Callable[[float], str]:
 # --- charts of the page
 
 MAX_BARS = 16  # kernels
-MAX_PHASES = 40
+MAX_COMPARED_PHASES = 40
 KERNEL_WIDTH = 40  # letters of a name
 
 
@@ -408,7 +408,7 @@ def _build_charts(found: Comparison, a: Facts, b: Facts) -> dict[str, Figure | N
 def _draw_phases(found: Comparison) -> Figure | None:
     pairs = {phase.name: phase.device or phase.host for phase in found.phases}
     seen = [(name, pair) for name, pair in pairs.items() if _is_seen(pair, found.step_ms)]
-    shown = dict(seen[:MAX_PHASES])
+    shown = dict(seen[:MAX_COMPARED_PHASES])
     if not shown:
         return None
     rows = draw.fit_names(list(shown))

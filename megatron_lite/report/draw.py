@@ -9,14 +9,15 @@ from megatron_lite.analysis.time.time_results import ROW_TITLES
 from megatron_lite.pipeline_schedule import TimedAction
 from megatron_lite.report import palette
 from megatron_lite.report.figure import Arrangement, Axis, BarChart, Bars, Curve, CurveChart, Look
-from megatron_lite.report.sections.step import NOTHING, row_title
+from megatron_lite.report.section import READS_AS_ZERO
+from megatron_lite.report.sections.step import row_title
 from megatron_lite.report.text import fit
 
-NAME_WIDTH = 28  # letters of a row's name
+ROW_NAME_WIDTH = 28  # letters of a row's name
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
-MIN_LOSSES = 20  # fewer say nothing that a sentence does not
+MIN_DRAWN_LOSSES = 20  # fewer say nothing that a sentence does not
 MAX_POINTS = 1000  # more than a chart has pixels
-MAX_ACTIONS = 20_000
+MAX_DRAWN_ACTIONS = 20_000
 
 
 def stacks(says: str, parts_of: Mapping[str, Mapping[str, float]], colors: Mapping[str, str], unit: str) -> BarChart:
@@ -33,12 +34,12 @@ def stacks(says: str, parts_of: Mapping[str, Mapping[str, float]], colors: Mappi
     series = []
     for name, color in colors.items():
         values = [parts.get(name, 0.0) for parts in parts_of.values()]
-        if max(values) > NOTHING * whole:
+        if max(values) > READS_AS_ZERO * whole:
             series.append(Bars(name, rows, values, [color]))
     return BarChart(says, series, Axis(unit))
 
 
-def fit_names(names: Sequence[str], width: int = NAME_WIDTH) -> list[str]:
+def fit_names(names: Sequence[str], width: int = ROW_NAME_WIDTH) -> list[str]:
     """Shorten names so that they stand at the left of a chart, and are still different from each other."""
     short = [fit(name, width) for name in names]
     different = []
@@ -83,7 +84,7 @@ def losses(runs: Mapping[str, Run | None]) -> CurveChart | None:
         if run is None:
             continue
         steps = np.flatnonzero(np.isfinite(run.losses))
-        if len(steps) < MIN_LOSSES:
+        if len(steps) < MIN_DRAWN_LOSSES:
             continue
         steps = steps[:: max(len(steps) // MAX_POINTS, 1)]
         iterations = run.iterations[steps].tolist()
@@ -102,9 +103,9 @@ def schedule(actions: Sequence[TimedAction], title: str) -> BarChart | None:
     """
     if not actions:
         return None
-    if len(actions) > MAX_ACTIONS:
-        actions = sorted(actions, key=lambda action: action.start_ms)[:MAX_ACTIONS]
-        title = f"{title}; the first {MAX_ACTIONS:,} passes of micro-batches"
+    if len(actions) > MAX_DRAWN_ACTIONS:
+        actions = sorted(actions, key=lambda action: action.start_ms)[:MAX_DRAWN_ACTIONS]
+        title = f"{title}; the first {MAX_DRAWN_ACTIONS:,} passes of micro-batches"
     series = []
     for kind, color in palette.ACTIONS.items():
         # a sort keeps the order of the actions of a stage

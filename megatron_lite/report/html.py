@@ -18,12 +18,12 @@ from megatron_lite.terminal import escape
 from megatron_lite.units import count, significant, size
 
 FOLDER = Path(__file__).parent
-MAX_ROWS = 200
+MAX_PAGE_ROWS = 200
 MAX_PAPER_ROWS = 24  # as page.css has it
 MAX_CELL_LETTERS = 400  # a kernel's template arguments can fill a page
 MAX_UNBROKEN_LETTERS = 20  # of a cell that stays on one line
 MAX_LETTERS_ON_A_PHONE = 44  # of all columns together
-EXPLAINED = re.compile(r"^(?:(\w[\w ]*): )?(.+)$", re.MULTILINE)
+NAMED_EXPLANATION = re.compile(r"^(?:(\w[\w ]*): )?(.+)$", re.MULTILINE)
 
 
 def build_tiles(report: Report) -> list[tuple[str, str]]:
@@ -101,7 +101,7 @@ def _explain_findings(report: Report) -> dict[str, list[tuple[str, str]]]:
         page = report.find_page(finding)
         if page:
             unfolded = re.sub(r"\n +", " ", page.text)
-            texts[finding.code] = EXPLAINED.findall(unfolded)
+            texts[finding.code] = NAMED_EXPLANATION.findall(unfolded)
     return texts
 
 
@@ -135,7 +135,7 @@ def render_page(sections: Sequence[Section], charts: Mapping[str, Figure | None]
         "place_rows": svg.place_rows,
         "css": (FOLDER / "page.css").read_text(encoding="utf-8"),
         "script": (FOLDER / "page.js").read_text(encoding="utf-8"),
-        "max_rows": MAX_ROWS,
+        "max_rows": MAX_PAGE_ROWS,
         "max_paper_rows": MAX_PAPER_ROWS,
         "max_cell_letters": MAX_CELL_LETTERS,
         "kind_of": _choose_layout,

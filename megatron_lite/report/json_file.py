@@ -35,8 +35,8 @@ OF_TRACE = (
 )  # the fields of Trace that are written
 # steps.jsonl and run.json have them
 NOT_OF_RUN = {field.name for field in dataclasses.fields(Steps)} | {"record"}
-MAX_IN_FULL = 16  # entries of one of these lists; of more only the one that the report shows is whole
-MAX_RANK_NUMBERS = 50_000  # from console lines; of more lines evenly chosen ones
+MAX_FULL_ENTRIES = 16  # entries of one of these lists; of more only the one that the report shows is whole
+MAX_WRITTEN_RANK_NUMBERS = 50_000  # from console lines; of more lines evenly chosen ones
 
 
 def json_text(report: Report) -> str:
@@ -59,7 +59,7 @@ def ranks_text(report: Report) -> str:
 
 def find_shortened(report: Report) -> list[str]:
     """The lists of so many ranks that report.json has their details only for one."""
-    return [key for key in OF_RANKS if len(getattr(report.facts, key)) > MAX_IN_FULL]
+    return [key for key in OF_RANKS if len(getattr(report.facts, key)) > MAX_FULL_ENTRIES]
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def _ranks_as_json(ranks: RankMedians) -> dict[str, Any]:
     """Write the medians of ranks, with evenly chosen console lines and numbers of memory of a long run."""
     lines = ranks.intervals
     tables = len(dataclasses.fields(lines)) + len(lines.phases_ms) + len(lines.gpu_phases_ms)
-    most = max(MAX_RANK_NUMBERS // (tables * len(ranks.step_ms)), 1)
+    most = max(MAX_WRITTEN_RANK_NUMBERS // (tables * len(ranks.step_ms)), 1)
     chosen = lines.take(choose_evenly(len(lines.first), most))
     chosen_numbers = choose_evenly(len(ranks.host_memory_bytes), most)
     shortened = dataclasses.replace(

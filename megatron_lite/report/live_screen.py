@@ -15,14 +15,14 @@ from megatron_lite.report.text import Style, milliseconds, percent
 from megatron_lite.terminal import escape
 from megatron_lite.units import count, duration, significant
 
-WIDE = 100  # columns from which on two parts stand beside each other
+MIN_WIDE_COLUMNS = 100  # columns from which on two parts stand beside each other
 GAP = 3  # columns between them
-MAX_RANKS = 8  # in full; of more the slowest, the median and the fastest one
+MAX_RANKS_IN_FULL = 8  # in full; of more the slowest, the median and the fastest one
 MIN_CURVE_ROWS = 4
 MAX_CURVE_ROWS = 16
 GOOD_CURVE_ROWS = 10  # before other texts are shortened for the curve
-MAX_ROWS = 50  # where no terminal limits them
-BAR_WIDTH = 14
+MAX_SCREEN_ROWS = 50  # where no terminal limits them
+PHASE_BAR_WIDTH = 14
 MAX_TEXTS = 8  # warnings and findings
 BRAILLE = 0x2800  # the letter without a dot
 DOTS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])  # of a Braille letter, by row and column
@@ -112,7 +112,7 @@ def draw_view(view: View, note: str, console: Console, height: int | None = None
         wanted = page.add_curve(GOOD_CURVE_ROWS, page.measure_numbers(shown))
         if page.measure_whole(head) + wanted + page.measure_whole(texts) > height:
             texts = _draw_texts(view, in_full=False)
-    room = (height or MAX_ROWS) - page.measure_whole(head) - page.measure_whole(texts)
+    room = (height or MAX_SCREEN_ROWS) - page.measure_whole(head) - page.measure_whole(texts)
     # a curve that stands below the numbers needs lines of its own: its title and some rows
     least = 0 if page.is_wide else MIN_CURVE_ROWS + 1
     while shown and page.measure_numbers(shown) > room - least:
@@ -132,7 +132,7 @@ class Page:
     def __init__(self, console: Console):
         self.console = console
         self.unicode = not console.options.ascii_only
-        self.is_wide = console.width >= WIDE
+        self.is_wide = console.width >= MIN_WIDE_COLUMNS
         self.part_width = (console.width - GAP) // 2 if self.is_wide else console.width
 
     def measure_whole(self, part: RenderableType | None) -> int:
@@ -290,7 +290,7 @@ def _draw_phases(view: View, unicode: bool) -> RenderableType | None:
     style = Style(unicode=unicode)
     for name, now_ms, usual_ms in view.phases:
         share = now_ms / whole_ms if whole_ms else 0.0
-        bar = Text(style.bar(share, BAR_WIDTH), style="cyan")
+        bar = Text(style.bar(share, PHASE_BAR_WIDTH), style="cyan")
         now = milliseconds(now_ms, longest_ms)
         usual = milliseconds(usual_ms, longest_ms)
         table.add_row(_cut(name), now, percent(share), bar, usual)
@@ -303,7 +303,7 @@ def _draw_ranks(view: View) -> RenderableType | None:
         return None
     longest_ms = max(one.step_ms for one in view.ranks)
     shown = view.ranks
-    if len(view.ranks) > MAX_RANKS:
+    if len(view.ranks) > MAX_RANKS_IN_FULL:
         ordered = sorted(view.ranks, key=lambda one: -one.own_ms)
         shown = (*ordered[:3], ordered[len(ordered) // 2], ordered[-1])
     table = _make_table("Ranks, ms", "step", "own work", "data", "no core")

@@ -8,6 +8,7 @@ from megatron_lite.report.text import BAR_WIDTH, WIDTH, Style, fit, heading, per
 from megatron_lite.terminal import escape
 
 MIN_COLUMN = 6
+READS_AS_ZERO = 0.0005  # of a step
 Row = TypeVar("Row")
 
 

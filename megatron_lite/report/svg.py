@@ -18,14 +18,14 @@ from megatron_lite.units import significant
 MAX_TICKS = 7
 MAX_STRIPS = 100  # places at which a pointer is told the curves' values
 MAX_DESCRIBED = 1500  # bars of a chart; more are drawn without titles, at a tenth of the bytes
-MAX_TEXT = 200  # letters of what a pointer shows
+MAX_TITLE_LETTERS = 200  # letters of what a pointer shows
 BAR_SHARE = 0.68  # of a row's height
 TOP_PX = 24  # above the plot of curves: the vertical axis's title
 ROW_TOP_PX = 4  # above the rows of bars
 AXIS_PX = 44  # below the plot
 POINT_PX = 7.0  # across, of a point whose size says nothing
-WIDE = 1000  # units of a path across the plot
-MARGIN = 0.04  # of the range of a vertical axis
+PLOT_UNITS = 1000  # units of a path across the plot
+AXIS_MARGIN = 0.04  # of the range of a vertical axis
 # below so many decades: digits with a tick
 DIGITS = ((1.2, (1, 1.5, 2, 3, 4, 5, 6, 8)), (4.0, (1, 2, 5)), (math.inf, (1,)))
 
@@ -219,8 +219,8 @@ def _draw_many_bars(root: Element, figure: BarChart, bars: Sequence[Sequence[Pla
         for bar in of_series:
             left, right = bar.find_sides(scale)
             middle = middles[series.rows[bar.number]] - ROW_TOP_PX
-            length = _shorten(WIDE * (right - left))
-            strokes.append(f"M{_shorten(WIDE * left)} {middle}h{length}")
+            length = _shorten(PLOT_UNITS * (right - left))
+            strokes.append(f"M{_shorten(PLOT_UNITS * left)} {middle}h{length}")
         shape = {
             "class": "line",
             "stroke-width": f"{BAR_SHARE * figure.row_px:.1f}",
@@ -274,8 +274,8 @@ class Plot:
         return _percent(self.x.place(x))
 
     def place_unit(self, x: float) -> str:
-        """Write where a value of x stands in a path, in WIDE units of the width."""
-        return _shorten(WIDE * self.x.place(x))
+        """Write where a value of x stands in a path, in PLOT_UNITS units of the width."""
+        return _shorten(PLOT_UNITS * self.x.place(x))
 
     def measure_drop(self, y: float) -> float:
         """Measure how far a value of y stands below the plot's top, in pixels."""
@@ -324,9 +324,9 @@ def _scale_vertical(figure: CurveChart) -> Scale:
     lowest = min(values) if figure.y.lowest is None else figure.y.lowest
     highest = max(values) if figure.y.highest is None else figure.y.highest
     if figure.y.is_log:
-        room = (highest / lowest) ** MARGIN if highest > lowest else 1.1
+        room = (highest / lowest) ** AXIS_MARGIN if highest > lowest else 1.1
         return Scale(lowest / room, highest * room, is_log=True)
-    room = MARGIN * (highest - lowest)
+    room = AXIS_MARGIN * (highest - lowest)
     room_below = room if figure.y.lowest is None else 0.0
     return Scale(lowest - room_below, highest + room)
 
@@ -393,9 +393,9 @@ def _trace_points(curve: Curve, plot: Plot) -> str:
 
 
 def _begin_paths(root: Element, plot_px: int) -> Element:
-    """Add an element whose paths are WIDE units across, however wide the plot is, and pixels down."""
+    """Add an element whose paths are PLOT_UNITS units across, however wide the plot is, and pixels down."""
     shape = {
-        "viewBox": f"0 0 {WIDE} {plot_px}",
+        "viewBox": f"0 0 {PLOT_UNITS} {plot_px}",
         "preserveAspectRatio": "none",
         "width": "100%",
         "height": f"{plot_px}",
@@ -543,7 +543,7 @@ def _draw_vertical_axis(root: Element, plot: Plot, title: str) -> None:
 
 def _add_title(element: Element, *lines: str) -> None:
     """Add what a pointer shows, a line each."""
-    SubElement(element, "title").text = "\n".join(fit(line, MAX_TEXT) for line in lines)
+    SubElement(element, "title").text = "\n".join(fit(line, MAX_TITLE_LETTERS) for line in lines)
 
 
 def _paint(color: str) -> dict[str, str]:

@@ -34,7 +34,7 @@ from megatron_lite.shared_files import read_bounded
 from megatron_lite.user_functions import describe_source
 
 logger = logging.getLogger(__name__)
-MAX_WAIT_S = 60  # for another run to release --save: a launcher leaves its ranks half a minute to end
+MAX_SAVE_WAIT_S = 60  # for another run to release --save: a launcher leaves its ranks half a minute to end
 
 # may differ in files of Megatron-LM, which do not say whether it was applied
 ROTARY_FACTOR = "rotary_seq_len_interpolation_factor"
@@ -111,7 +111,9 @@ def reserve_save(plan: Plan) -> Iterator[None]:
     with contextlib.ExitStack() as held:
         if plan.world.is_first:
             try:
-                held.enter_context(folder.reserved(Path(save), min(MAX_WAIT_S, limit.total_seconds() / 2), logger.info))
+                held.enter_context(
+                    folder.reserved(Path(save), min(MAX_SAVE_WAIT_S, limit.total_seconds() / 2), logger.info)
+                )
                 holder = _read_lock(Path(save))
             except CheckpointError as error:
                 refusal = error

@@ -11,22 +11,22 @@ from megatron_lite.phases import Phase
 from megatron_lite.train.step_metrics import StepFigures
 from megatron_lite.units import MIB, count, duration, significant
 
-WIDTH = 24  # of the progress bar
+PROGRESS_WIDTH = 24  # of the progress bar
 
-OPTIMIZER = (Phase.UNSCALE, Phase.CLIP_GRAD, Phase.OPTIMIZER_STEP)
-BATCH = (Phase.DATA, Phase.DATA_TO_DEVICE)
+OPTIMIZER_PHASES = (Phase.UNSCALE, Phase.CLIP_GRAD, Phase.OPTIMIZER_STEP)
+BATCH_PHASES = (Phase.DATA, Phase.DATA_TO_DEVICE)
 # name: (the --timing-log-level that asks for it, the phases in it). Source: training_log in Megatron-LM's
 # megatron/training/training.py, and where megatron-core 0.16.1 starts and stops its timers; after backward-compute
 # those that Megatron has none for
 TIMERS = {
-    "forward-backward": (1, (*BATCH, Phase.FORWARD, Phase.BACKWARD, Phase.GRAD_SYNC)),
+    "forward-backward": (1, (*BATCH_PHASES, Phase.FORWARD, Phase.BACKWARD, Phase.GRAD_SYNC)),
     "all-grads-sync": (1, (Phase.GRAD_SYNC,)),
     "optimizer-unscale-and-check-inf": (1, (Phase.UNSCALE,)),
     "optimizer-clip-main-grad": (1, (Phase.CLIP_GRAD,)),
     "optimizer-inner-step": (1, (Phase.OPTIMIZER_STEP,)),
-    "optimizer": (1, OPTIMIZER),
-    "batch-generator": (2, BATCH),
-    "forward-compute": (2, (*BATCH, Phase.FORWARD)),
+    "optimizer": (1, OPTIMIZER_PHASES),
+    "batch-generator": (2, BATCH_PHASES),
+    "forward-compute": (2, (*BATCH_PHASES, Phase.FORWARD)),
     "backward-compute": (2, (Phase.BACKWARD,)),
     **{phase.value: (2, (phase,)) for phase in (Phase.DATA, Phase.FORWARD, Phase.LOG, Phase.EVAL, Phase.SAVE)},
 }
@@ -223,7 +223,7 @@ class ProgressLine(LiveLine):
         done = iteration - self._first
         pace_s = (time.monotonic() - self._started) / max(done, 1)
         left = pace_s * (self._last - iteration)
-        filled = "#" * (WIDTH * iteration // self._last)
-        bar = filled.ljust(WIDTH, ".")
+        filled = "#" * (PROGRESS_WIDTH * iteration // self._last)
+        bar = filled.ljust(PROGRESS_WIDTH, ".")
         shown = "" if loss is None else f"  loss {loss:.4f}"
         self.draw(f"[{bar}] {iteration}/{self._last}{shown}  {duration(left)} left")

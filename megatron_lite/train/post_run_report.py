@@ -9,13 +9,12 @@ from pathlib import Path
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.live_line import EVERY_RANK
-from megatron_lite.variables import prepend_python_path
+from megatron_lite.variables import PACKAGE_FOLDER, prepend_python_path
 
 logger = logging.getLogger(__name__)
 
-MAX_SECONDS = 60
+MAX_REPORT_SECONDS = 60
 REPORT = ("-m", "megatron_lite.cli.main", "report")
-PACKAGE_FOLDER = Path(__file__).parents[2]  # for the other process where the package is not installed
 
 
 def wants_report(plan: Plan, traced_on_demand: bool = False) -> bool:
@@ -26,7 +25,7 @@ def wants_report(plan: Plan, traced_on_demand: bool = False) -> bool:
     return bool(profile.report and (planned or traced_on_demand))
 
 
-def end_with_report(run_dir: Path, seconds: float = MAX_SECONDS) -> bool:
+def end_with_report(run_dir: Path, seconds: float = MAX_REPORT_SECONDS) -> bool:
     """Print what `megatron-lite report` finds in a run's folder, and leave report.html there.
 
     Args:

@@ -13,7 +13,14 @@ import torch.distributed as dist
 from megatron_lite.formats.step_records import RankInterval, RankNumbers
 from megatron_lite.instruments.step_time import StepTime
 from megatron_lite.phases import Phase
-from megatron_lite.thresholds import MIN_STEPS, is_by_chance, is_mostly, rank_without_core, slowest_rank, steady_growth
+from megatron_lite.thresholds import (
+    MIN_RANK_STEPS,
+    is_by_chance,
+    is_mostly,
+    rank_without_core,
+    slowest_rank,
+    steady_growth,
+)
 from megatron_lite.units import size
 
 PHASES = tuple(phase.value for phase in Phase)
@@ -28,7 +35,7 @@ MEDIANS = {
 }
 OWN = ("steps", "own_backward_ms", "peak_memory_bytes", *MEDIANS)
 OF_PHASE = ("mean_ms", "host_ms", "gpu_ms")
-NONE = math.nan
+NOT_KNOWN = math.nan
 # where a rank's own time is known: it waits for no other, or the waiting can be taken off
 INDEPENDENT = (Phase.FORWARD.value, Phase.BACKWARD.value, Phase.OPTIMIZER_STEP.value)
 SLOW_INTERVALS = 8  # at most: those in which a rank must mostly be the slow one
@@ -138,7 +145,7 @@ def ordinary(times: list[StepTime]) -> list[StepTime]:
 def _take_median(values: Iterable[float | None]) -> float:
     """The median of the values that are known, NaN if none is."""
     known = [value for value in values if value is not None]
-    return float(median(known)) if known else NONE
+    return float(median(known)) if known else NOT_KNOWN
 
 
 def _describe_own(times: list[StepTime]) -> list[float]:
@@ -149,7 +156,7 @@ def _describe_own(times: list[StepTime]) -> list[float]:
     own = {
         "steps": float(len(times)),
         "own_backward_ms": _take_median(t.own_backward and 1000 * t.own_backward for t in arrived),
-        "peak_memory_bytes": max(peaks, default=NONE),
+        "peak_memory_bytes": max(peaks, default=NOT_KNOWN),
     }
     for name, (field_name, factor) in MEDIANS.items():
         values: list[float | None] = [getattr(t, field_name) for t in times]
@@ -158,7 +165,7 @@ def _describe_own(times: list[StepTime]) -> list[float]:
     for name in PHASES:
         host = [1000 * t.phases[name] for t in times if name in t.phases]
         gpu = [1000 * t.gpu_phases[name] for t in times if name in t.gpu_phases]
-        mean = NONE
+        mean = NOT_KNOWN
         if host:
             mean = fmean(1000 * t.gpu_phases.get(name, t.phases.get(name, 0.0)) for t in times)
         row += [mean, _take_median(host), _take_median(gpu)]
@@ -222,7 +229,7 @@ class SlowRanks:
     def of(self, f: RankFigures) -> Iterator[tuple[str, str]]:
         """Yield (what, line) for the rank that is slow now and mostly was in the last intervals, in each phase."""
         # NaN: a rank without steps
-        if len(f.steps) < 2 or not min(f.steps) >= MIN_STEPS:
+        if len(f.steps) < 2 or not min(f.steps) >= MIN_RANK_STEPS:
             return
         without_core = _find_rank_without_core(f)
         for name in INDEPENDENT:
@@ -254,7 +261,7 @@ def _find_rank_without_core(f: RankFigures) -> tuple[int, float | None] | None:
 
 def find_core_wait(f: RankFigures) -> Iterator[tuple[str, str]]:
     """Yield (what, line) if a rank is not given its cores: then nothing is to be learned from who is slower."""
-    found = _find_rank_without_core(f) if min(f.steps) >= MIN_STEPS else None
+    found = _find_rank_without_core(f) if min(f.steps) >= MIN_RANK_STEPS else None
     if found is None:
         return
     rank, ms = found
@@ -272,7 +279,7 @@ def find_data_wait(f: RankFigures) -> Iterator[tuple[str, str]]:
     """Yield (what, line) if a rank spends a notable part of its steps waiting for the data loader: on the one that
     waits most."""
     waits = f.host_ms.get(Phase.DATA.value)
-    if waits is None or min(f.steps) < MIN_STEPS or any(map(math.isnan, waits)):
+    if waits is None or min(f.steps) < MIN_RANK_STEPS or any(map(math.isnan, waits)):
         return
     ms = max(waits)
     rank = waits.index(ms)

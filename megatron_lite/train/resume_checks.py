@@ -20,7 +20,7 @@ CONTENT = (
     "tokenizer_type", "fim_data", "fim_rate", "fim_spm_rate", "reset_position_ids", "reset_attention_mask",
     "eod_mask_loss",
 )  # fmt: skip
-MAX_SHOWN = 100  # characters of a blend
+MAX_BLEND_CHARACTERS = 100  # characters of a blend
 
 
 def compare_data(saved: Mapping[str, object], plan: Plan, consumed: int) -> Iterator[str]:
@@ -116,4 +116,4 @@ def _normalize(split: object) -> tuple[float, ...] | None:
 
 
 def _shorten(text: str) -> str:
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+    return text if len(text) <= MAX_BLEND_CHARACTERS else f"{text[:MAX_BLEND_CHARACTERS]}..."

@@ -25,8 +25,8 @@ from megatron_lite.units import significant
 logger = logging.getLogger(__name__)
 # numbers and seconds after which MLflow is sent what waits; it takes 1,000 numbers at once
 MAX_WAITING = 900
-MAX_SECONDS = 30.0
-MAX_LENGTH = 500  # characters of a setting's text there
+MAX_TRACKER_SECONDS = 30.0
+MAX_SETTING_LENGTH = 500  # characters of a setting's text there
 
 
 class Tracker(Protocol):
@@ -254,7 +254,7 @@ class MLflow:
         self._make_metric: Callable[[str, float, int, int], object] = mlflow.entities.Metric
         settings: list[object] = []
         for setting, value in _list_settings(plan).items():
-            settings.append(mlflow.entities.Param(setting, value[:MAX_LENGTH]))
+            settings.append(mlflow.entities.Param(setting, value[:MAX_SETTING_LENGTH]))
         for first in range(0, len(settings), 100):
             self._client.log_batch(self._run, params=settings[first : first + 100])
         self._waiting: list[object] = []
@@ -270,14 +270,14 @@ class MLflow:
             self._waiting.append(self._make_metric(name, value, now, iteration))
         if consumed is not None:
             self._waiting.append(self._make_metric("samples", consumed, now, iteration))
-        if len(self._waiting) > MAX_WAITING or time.monotonic() - self._sent_at > MAX_SECONDS:
+        if len(self._waiting) > MAX_WAITING or time.monotonic() - self._sent_at > MAX_TRACKER_SECONDS:
             self.flush()
 
     def add_report(self, report: ReportSummary) -> None:
         """Keep the files of the report, its verdict and its numbers."""
         for path in report.files:
             self._client.log_artifact(self._run, str(path))
-        self._client.set_tag(self._run, "report/verdict", report.verdict[:MAX_LENGTH])
+        self._client.set_tag(self._run, "report/verdict", report.verdict[:MAX_SETTING_LENGTH])
         now = int(time.time() * 1000)
         for name, value in report.numbers.items():
             self._waiting.append(self._make_metric(name, value, now, 0))

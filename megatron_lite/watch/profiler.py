@@ -57,10 +57,10 @@ REMEDIES = (
     "activations computed again in backward (torch.utils.checkpoint)",
     "bf16 or fp16 instead of fp32 (torch.autocast)",
 )
-DATA = Phase.DATA.value
-FORWARD = Phase.FORWARD.value
-BACKWARD = Phase.BACKWARD.value
-OPTIMIZER_STEP = Phase.OPTIMIZER_STEP.value
+DATA_PHASE = Phase.DATA.value
+FORWARD_PHASE = Phase.FORWARD.value
+BACKWARD_PHASE = Phase.BACKWARD.value
+UPDATE_PHASE = Phase.OPTIMIZER_STEP.value
 HOOKED = "hooked"  # the attribute of a method that torch, or a profiler, has wrapped already
 
 Parameters = ParamSpec("Parameters")
@@ -352,7 +352,7 @@ class Profiler:
         def compute(optimizer: Optimizer, *arguments: object, **named: object) -> object:
             # a closure computes loss and gradients inside of the step
             closure = named.get("closure") or next(iter(arguments), None)
-            move(OPTIMIZER_STEP if closure is None else FORWARD)
+            move(UPDATE_PHASE if closure is None else FORWARD_PHASE)
             try:
                 return step(optimizer, *arguments, **named)
             finally:
@@ -380,10 +380,10 @@ class Profiler:
             self._watched.loader_workers = getattr(iterator, "_num_workers", 0)
         self._has_loader = True
         self._end_step_by_hand()
-        self._move(DATA)
+        self._move(DATA_PHASE)
 
     def _end_data(self) -> None:
-        self._move(FORWARD)
+        self._move(FORWARD_PHASE)
 
     def _begin_backward(
         self,
@@ -403,7 +403,7 @@ class Profiler:
         if self.rank == 0:
             is_plain = grad_tensors is None and inputs is None
             self._losses.add(self._step, tensors if is_plain else None, self._in_optimizer > 0)
-        self._move(BACKWARD)
+        self._move(BACKWARD_PHASE)
 
     def _end_backward(self) -> None:
         self._in_backward -= 1
@@ -412,14 +412,14 @@ class Profiler:
         if self._finds_hand_updates():
             self._updates.end_pass()
         if self._in_optimizer:
-            self._move(OPTIMIZER_STEP)
+            self._move(UPDATE_PHASE)
         else:
             self._move(self._find_phase_after_backward())
 
     def _find_phase_after_backward(self) -> str:
         """Tell the phase after backward: beside a loader, only what follows the data is forward, not what a script logs
         and evaluates."""
-        return "" if self._has_loader else FORWARD
+        return "" if self._has_loader else FORWARD_PHASE
 
     def _begin_gradients(
         self,
@@ -439,11 +439,11 @@ class Profiler:
         self._updates.begin_pass(outputs, inputs)
         if self.rank == 0:
             self._losses.add(self._step, outputs if grad_outputs is None else None, False)
-        self._move(BACKWARD)
+        self._move(BACKWARD_PHASE)
 
     def _end_gradients(self) -> None:
         self._in_gradients -= 1
-        if self._in_gradients == 0 and self._phase == BACKWARD and not self._in_backward:
+        if self._in_gradients == 0 and self._phase == BACKWARD_PHASE and not self._in_backward:
             self._updates.end_pass(gives_gradients=True)
             self._move(self._find_phase_after_backward())
 
@@ -471,7 +471,7 @@ class Profiler:
         else:
             self._losses.part(self._step)
         if not self._has_loader:
-            self._move(FORWARD)
+            self._move(FORWARD_PHASE)
 
     def _note_parameters(self, optimizer: Optimizer) -> None:
         """Record the parameters that the first optimizer updates: they tell runs of different models apart."""

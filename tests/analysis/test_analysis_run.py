@@ -296,7 +296,7 @@ class Counted:
 
 
 def test_of_many_console_lines_evenly_chosen_ones_are_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(step_lines, "MAX_RANK_NUMBERS", 2 * 10 * 100)
+    monkeypatch.setattr(step_lines, "MAX_KEPT_RANK_NUMBERS", 2 * 10 * 100)
     lines = [line for n in range(1, 1001) for line in (step(n), ranks(n, n, [10.0, 10.0 + n / 1000]))]
     run = read_run(folder(tmp_path, lines))
     kept = run.ranks.intervals.last

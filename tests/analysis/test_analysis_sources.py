@@ -298,7 +298,7 @@ def test_links_in_a_circle(tmp_path):
 
 
 def test_too_many_files(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron_lite.analysis.discover.MAX_FILES", 3)
+    monkeypatch.setattr("megatron_lite.analysis.discover.MAX_LISTED_FILES", 3)
     for number in range(5):
         trace(tmp_path, number, world_size=5)
     found = discover_sources([tmp_path])

@@ -8,7 +8,7 @@ from support.training_maker import cpu, gpu, ordinary_steps
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.run.step_lengths import find_slow_steps, find_slowing_steps, has_slow_profiled_step
-from megatron_lite.thresholds import MIN_STEPS
+from megatron_lite.thresholds import MIN_RANK_STEPS
 
 CODES = ("slow-steps", "slowing-steps")
 
@@ -186,5 +186,5 @@ def test_short_runs_say_nothing(tmp_path):
     cpu(tmp_path)
     recorded(steps=ordinary_steps(10, ms=grows(90.0, 4)), world=1, device="cpu")(tmp_path)
     report = analyze([tmp_path])
-    assert report.facts.run.ordinary.sum() > MIN_STEPS
+    assert report.facts.run.ordinary.sum() > MIN_RANK_STEPS
     assert find_slow_steps(report.facts.run, False) is None and find_slowing_steps(report.facts.run, False) is None

@@ -10,7 +10,7 @@ import pytest
 from support.trace_maker import MadeTrace, cpu_run, gpu_run, write
 
 from megatron_lite.analysis.analyze import analyze
-from megatron_lite.analysis.discover import HEAD_BYTES, discover_sources
+from megatron_lite.analysis.discover import TRACE_HEAD_BYTES, discover_sources
 from megatron_lite.analysis.trace.read import read_traces
 from megatron_lite.errors import UserError
 from megatron_lite.report.sections.all import build_limitations
@@ -164,7 +164,7 @@ def test_events_of_pytorch_behind_those_of_another_tool_are_found(tmp_path):
     long = spans(*(f"f{number} {'x' * 400}" for number in range(2500)), cat="FEE")
     content = {"viztracer_metadata": {}, "traceEvents": long + without_headers(cpu_run(gloo_us=0))}
     text = json.dumps(content).encode()
-    assert len(text) > HEAD_BYTES
+    assert len(text) > TRACE_HEAD_BYTES
     for name, data in (("a.json", text), ("b.json.gz", gzip.compress(text))):
         path = tmp_path / name
         path.write_bytes(data)

@@ -12,7 +12,7 @@ from support import run_maker
 from support.paths import PACKAGE
 
 from megatron_lite.cli.main import main
-from megatron_lite.convert.weights_folder import WHOLE, write_safetensors
+from megatron_lite.convert.weights_folder import WEIGHTS_FILE, write_safetensors
 from megatron_lite.shared_files import read_foreign
 
 LLAMA = {
@@ -65,7 +65,7 @@ LAID = (lay_pipe, lay_device, lay_folder, lay_dangling)
 def make_model(folder: Path, config=LLAMA) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
-    write_safetensors(folder / WHOLE, {"a": (2,)}, torch.float32, [torch.ones(2)])
+    write_safetensors(folder / WEIGHTS_FILE, {"a": (2,)}, torch.float32, [torch.ones(2)])
     return folder
 
 
@@ -84,11 +84,11 @@ def convert(folder: Path) -> tuple:
 
 
 @pytest.mark.parametrize("lay", LAID)
-@pytest.mark.parametrize("name", ["config.json", WHOLE, "model.safetensors.index.json", "pytorch_model.bin"])
+@pytest.mark.parametrize("name", ["config.json", WEIGHTS_FILE, "model.safetensors.index.json", "pytorch_model.bin"])
 def test_model_folders(lay, name, tmp_path, capsys):
     folder = make_model(tmp_path / "model")
     if name != "config.json":
-        (folder / WHOLE).unlink()
+        (folder / WEIGHTS_FILE).unlink()
     (folder / name).unlink(missing_ok=True)
     lay(folder / name)
     code, lines = answer(capsys, *convert(folder))
@@ -151,7 +151,7 @@ def test_each_value_of_a_config_may_be_anything(config, tmp_path, capsys):
 
 def test_names_in_an_index_may_be_anything(tmp_path, capsys):
     folder = make_model(tmp_path / "model")
-    (folder / WHOLE).unlink()
+    (folder / WEIGHTS_FILE).unlink()
     for name in ("\ud800", "a\0b", "a\x1b[2Jb", "", "..", "x" * 10_000, "a/b", 3, None):
         for entry in ({"a": name}, {"model.norm.weight": name}, {"\ud800": "a.safetensors"}):
             (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": entry}))

@@ -22,7 +22,7 @@ from support.trace_maker import cpu_run
 
 from megatron_lite.checkpoint import unpickle
 from megatron_lite.cli.main import main
-from megatron_lite.convert.weights_folder import WHOLE, write_safetensors
+from megatron_lite.convert.weights_folder import WEIGHTS_FILE, write_safetensors
 from megatron_lite.errors import UserError
 
 pytestmark = pytest.mark.slow
@@ -236,7 +236,7 @@ def test_snapshots(folder, data, as_json):
 def make_model(folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(LLAMA))
-    write_safetensors(folder / WHOLE, {"model.norm.weight": (8,)}, torch.float32, [torch.ones(8)])
+    write_safetensors(folder / WEIGHTS_FILE, {"model.norm.weight": (8,)}, torch.float32, [torch.ones(8)])
     return folder
 
 
@@ -256,10 +256,10 @@ def test_configs(folder, config):
 @given(data=st.data())
 def test_safetensors_and_their_index(folder, data):
     model = make_model(folder / "weights")
-    sound = (model / WHOLE).read_bytes()
-    (model / WHOLE).write_bytes(data.draw(damaged(sound)))
+    sound = (model / WEIGHTS_FILE).read_bytes()
+    (model / WEIGHTS_FILE).write_bytes(data.draw(damaged(sound)))
     check_convert(model)
-    (model / WHOLE).unlink()
+    (model / WEIGHTS_FILE).unlink()
     index = {"metadata": {"total_size": 32}, "weight_map": {"model.norm.weight": "a.safetensors"}}
     (model / "model.safetensors.index.json").write_bytes(data.draw(json_texts(index)))
     check_convert(model)

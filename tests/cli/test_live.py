@@ -21,7 +21,7 @@ from support.waiting import LIMIT_S, wait_until
 from megatron_lite.analysis.run.read import read_run
 from megatron_lite.analysis.run.step_lines import StepLines
 from megatron_lite.cli import live
-from megatron_lite.cli.live_view import OTHERS, OUTSIDE, build_view
+from megatron_lite.cli.live_view import OUTSIDE_OF_PHASES, REMAINING_PHASES, build_view
 from megatron_lite.cli.main import INTERRUPTED, main
 from megatron_lite.errors import UserError
 from megatron_lite.process_state import identity, pid_space
@@ -71,7 +71,7 @@ def test_progress_time_left_and_a_step_that_adds_up(tmp_path):
     assert describe_progress(view, now=view.started + 75) == "100 of 200 iterations (50%), 1m15s gone, 1.0s left"
     assert view.figures[:4] == ("10.00 ms per step", "6,400 tokens/s", "MFU 0.1%", "loss 3")
     assert [(name, round(ms, 6)) for name, ms, _ in view.phases] == [
-        ("forward", 3.0), ("backward", 6.0), (OUTSIDE, 0.99), (OTHERS, 0.01),
+        ("forward", 3.0), ("backward", 6.0), (OUTSIDE_OF_PHASES, 0.99), (REMAINING_PHASES, 0.01),
     ]  # fmt: skip
     assert (view.curve[0][0], view.curve[0][-1], view.curve[1][0]) == (1, 100, 3.99)
     assert view.skew == "rank 1 works longest, 20% above the median rank"

@@ -120,7 +120,7 @@ def test_name_knows_format_kind_and_split_and_not_the_tokens(indexed, cache, mon
     entry = recipe_of(indexed)[1]
     names = {dataclasses.replace(entry, **change).name for change in ({}, {"kind": "Other"}, {"split": "test"})}
     with monkeypatch.context() as patch:
-        patch.setattr(index_cache, "FORMAT", "another")
+        patch.setattr(index_cache, "CACHE_FORMAT", "another")
         assert len(names | {entry.name}) == 4
     dataset(indexed, cache)
     elsewhere = write_data(tmp_path / "elsewhere", ([7] * length for length in LENGTHS), 1000)
@@ -133,7 +133,7 @@ def test_small_indices_leave_no_file_beside_the_data_and_large_ones_do(indexed, 
     cache = IndexCache(None)
     dataset(indexed, cache)
     assert contents(tmp_path) == before
-    monkeypatch.setattr(index_cache, "LARGE", 20)
+    monkeypatch.setattr(index_cache, "LARGE_INDEX_ENTRIES", 20)
     (tmp_path / "corpus").write_text("in the way")  # no mistake: they stay in memory
     assert_same(dataset(indexed, cache), plain)
     said = heard.pop()
@@ -162,7 +162,7 @@ def test_full_disk_leaves_nothing_behind(indexed, cache, tmp_path, heard, monkey
     with full_disk(200):
         with pytest.raises(DataError, match=r"^--data-cache-path \S+: cannot be written \(File too large\); .*$"):
             dataset(indexed, cache)
-        monkeypatch.setattr(index_cache, "LARGE", 20)
+        monkeypatch.setattr(index_cache, "LARGE_INDEX_ENTRIES", 20)
         assert_same(dataset(indexed, IndexCache(None)), plain)
     assert len(heard) == 1 and contents(tmp_path / "kept") == {}
     assert contents(tmp_path / "corpus/cache/GPTDataset_indices") == {}
@@ -266,8 +266,8 @@ def test_of_a_huge_entry_blocks_all_over_are_checked_and_reading_meets_most_of_t
     indexed, cache, tmp_path, monkeypatch, heard
 ):
     """What no one can meet then is a flip that turns an index into another one that is as good."""
-    monkeypatch.setattr(index_cache, "BLOCK_BYTES", 16)
-    monkeypatch.setattr(index_cache, "MAX_BLOCKS", 8)
+    monkeypatch.setattr(index_cache, "CHECKSUM_BYTES", 16)
+    monkeypatch.setattr(index_cache, "MAX_CHECKED_BLOCKS", 8)
     files, folder = entry_files(indexed, cache, tmp_path), tmp_path / "kept"
     met = {"at the start": 0, "while reading": 0, "another order": 0}
     for name in NAMES:
@@ -346,7 +346,7 @@ def test_a_file_system_without_locks(indexed, cache, monkeypatch, tmp_path, erro
 
 
 def test_a_builder_that_hangs_is_not_waited_for_for_ever(indexed, cache, monkeypatch, tmp_path, heard):
-    monkeypatch.setattr(index_cache, "MAX_WAIT_S", 0.25)
+    monkeypatch.setattr(index_cache, "MAX_BUILD_WAIT_S", 0.25)
     _, entry = recipe_of(indexed)
     (tmp_path / "kept").mkdir()
     with open(tmp_path / "kept" / f"{entry.name}.lock", "w") as other:

@@ -186,7 +186,7 @@ def test_damaged_index(prefix):
 
 
 def test_checks_reach_over_block_borders(prefix, monkeypatch):
-    monkeypatch.setattr("megatron_lite.data.indexed.BLOCK", 1)
+    monkeypatch.setattr("megatron_lite.data.indexed.CHECKED_SEQUENCES", 1)
     assert IndexedDataset(prefix).num_tokens == 5
     for at, said in ((50, "sequence 1 does not start"), (66, "backwards")):
         Path(prefix + ".idx").write_bytes(patched(at, "<q", 4 if at == 50 else 2))

@@ -289,7 +289,7 @@ def test_a_script_that_starts_no_training_is_one_line(script, text, answer):
 
 def test_a_script_that_waits_is_left(script, monkeypatch):
     os.mkfifo("fifo")
-    monkeypatch.setattr(watched_shell, "SECONDS", 0.3)
+    monkeypatch.setattr(watched_shell, "MAX_SCRIPT_SECONDS", 0.3)
     assert "still waits for something after 0.3 s" in said(script("read -r x <fifo\n"))
 
 

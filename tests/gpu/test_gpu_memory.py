@@ -15,8 +15,8 @@ from support.snapshots import protocol, read_snapshot
 from megatron_lite.config.world import World
 from megatron_lite.instruments.base import Instrument
 from megatron_lite.instruments.memory_summary import (
-    ACTIVATIONS,
-    WEIGHTS,
+    HELD_ACTIVATIONS,
+    HELD_WEIGHTS,
     category,
     list_held_memory,
     peak,
@@ -77,8 +77,8 @@ def test_the_file_holds_window_peak_phases_modules_and_stacks(recorded):
         assert {f"step 3/{phase}/decoder.layers.{n}.self_attention" for n in range(4)} <= tags
     held = list_held_memory(snapshot)  # weights keep their stacks, though the history begins at the window
     sizes = sum_by_category(held)
-    assert sizes[WEIGHTS] > 2 * 3_000_000 and sizes.get(ACTIVATIONS, 0) < sizes[WEIGHTS]
-    assert all(piece.frames for piece in held if category(piece) == WEIGHTS)
+    assert sizes[HELD_WEIGHTS] > 2 * 3_000_000 and sizes.get(HELD_ACTIVATIONS, 0) < sizes[HELD_WEIGHTS]
+    assert all(piece.frames for piece in held if category(piece) == HELD_WEIGHTS)
 
 
 def test_recording_changes_no_bit(recorded, tmp_path):

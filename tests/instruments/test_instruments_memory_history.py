@@ -25,9 +25,9 @@ from megatron_lite.errors import UserError
 from megatron_lite.instruments.base import Instrument, Instruments, Window
 from megatron_lite.instruments.build_instruments import build_memory_instruments
 from megatron_lite.instruments.memory_summary import (
-    ACTIVATIONS,
-    OPTIMIZER,
-    WEIGHTS,
+    HELD_ACTIVATIONS,
+    HELD_OPTIMIZER,
+    HELD_WEIGHTS,
     category,
     list_held_memory,
     peak,
@@ -103,14 +103,14 @@ def test_weights_and_optimizer_states_are_known_to_the_byte_and_by_their_code(pl
     stored = checkpoint(folder / "save", 1)
     parameters = sum(value.numel() for name, value in stored.items() if name.startswith("model."))
     sizes, held = category_sizes(snapshot), list_held_memory(snapshot)
-    assert sizes[WEIGHTS] == 4 * parameters
+    assert sizes[HELD_WEIGHTS] == 4 * parameters
     states = [piece.size for piece in held if site(piece.frames).startswith("_make_adam (optim/optimizer.py:")]
     assert sum(size for size in states if size > 4) == 2 * 4 * parameters  # the others count steps
-    assert 0 <= sizes[OPTIMIZER] - 2 * 4 * parameters < 2000  # step counts, the learning rate's table
+    assert 0 <= sizes[HELD_OPTIMIZER] - 2 * 4 * parameters < 2000  # step counts, the learning rate's table
     for piece in held:
         is_filled = any(frame["name"] == "fill_parameters" for frame in piece.frames)
-        assert is_filled == (category(piece) == WEIGHTS)
-    assert sizes.get(ACTIVATIONS, 0) == 0 and sum(sizes.values()) == sum(live_blocks(snapshot).values())
+        assert is_filled == (category(piece) == HELD_WEIGHTS)
+    assert sizes.get(HELD_ACTIVATIONS, 0) == 0 and sum(sizes.values()) == sum(live_blocks(snapshot).values())
 
 
 # --- the story it tells
@@ -183,7 +183,9 @@ SHORT = {
 def test_a_run_that_ends_inside_the_window_or_before_writes_what_it_has(tmp_path, plain, words):
     snapshot, line = recorded(tmp_path, words)
     assert {tag.split("/")[0] for tag in tags(snapshot)} == {SHORT[words][0]} and SHORT[words][1] in line
-    assert category_sizes(snapshot)[WEIGHTS] == category_sizes(plain[1])[WEIGHTS]  # of the step, not of the run's end
+    assert (
+        category_sizes(snapshot)[HELD_WEIGHTS] == category_sizes(plain[1])[HELD_WEIGHTS]
+    )  # of the step, not of the run's end
     assert len(list(live_at_each_moment(snapshot))) == len(trace(snapshot))
 
 

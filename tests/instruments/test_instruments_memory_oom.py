@@ -24,10 +24,10 @@ from megatron_lite.instruments.memory_oom import (
     read_asked_bytes,
 )
 from megatron_lite.instruments.memory_summary import (
-    ACTIVATIONS,
-    GRADIENTS,
-    OPTIMIZER,
-    WEIGHTS,
+    HELD_ACTIVATIONS,
+    HELD_GRADIENTS,
+    HELD_OPTIMIZER,
+    HELD_WEIGHTS,
     list_held_memory,
     peak,
     sum_by_site,
@@ -273,14 +273,14 @@ NO_SUMS = "no --accumulate-allreduce-grads-in-fp32"
 @pytest.mark.parametrize(
     ("words", "held", "unused", "found"),
     [
-        ("--micro-batch-size 4", {ACTIVATIONS: 9}, 0, [BATCH.format(2, 4), FULL_RECOMPUTE, "--bf16"]),
-        ("--bf16 --micro-batch-size 2", {ACTIVATIONS: 9}, 0, [BATCH.format(1, 2), FULL_RECOMPUTE, SUMS]),
-        ("--bf16", {OPTIMIZER: 9}, 0, [SUMS, FULL_RECOMPUTE]),
-        (f"--bf16 {SUMS}", {OPTIMIZER: 9, GRADIENTS: 3}, 0, [FULL_RECOMPUTE]),
-        ("--fp16 --accumulate-allreduce-grads-in-fp32", {WEIGHTS: 9}, 0, [NO_SUMS, FULL_RECOMPUTE]),
-        (f"--fp16 {FULL_RECOMPUTE}", {WEIGHTS: 9}, 0, [LAST_RESORT]),
-        (f"--fp16 {FULL_RECOMPUTE} --recompute-method block", {ACTIVATIONS: 9}, 0, ["--recompute-num-layers 2 "]),
-        ("--fp16", {ACTIVATIONS: 9}, 100, [EXPANDABLE, FULL_RECOMPUTE]),
+        ("--micro-batch-size 4", {HELD_ACTIVATIONS: 9}, 0, [BATCH.format(2, 4), FULL_RECOMPUTE, "--bf16"]),
+        ("--bf16 --micro-batch-size 2", {HELD_ACTIVATIONS: 9}, 0, [BATCH.format(1, 2), FULL_RECOMPUTE, SUMS]),
+        ("--bf16", {HELD_OPTIMIZER: 9}, 0, [SUMS, FULL_RECOMPUTE]),
+        (f"--bf16 {SUMS}", {HELD_OPTIMIZER: 9, HELD_GRADIENTS: 3}, 0, [FULL_RECOMPUTE]),
+        ("--fp16 --accumulate-allreduce-grads-in-fp32", {HELD_WEIGHTS: 9}, 0, [NO_SUMS, FULL_RECOMPUTE]),
+        (f"--fp16 {FULL_RECOMPUTE}", {HELD_WEIGHTS: 9}, 0, [LAST_RESORT]),
+        (f"--fp16 {FULL_RECOMPUTE} --recompute-method block", {HELD_ACTIVATIONS: 9}, 0, ["--recompute-num-layers 2 "]),
+        ("--fp16", {HELD_ACTIVATIONS: 9}, 100, [EXPANDABLE, FULL_RECOMPUTE]),
     ],
 )
 def test_only_flags_that_help_are_advised(words, held, unused, found):
@@ -294,14 +294,14 @@ def test_what_is_advised_tells_the_peak_that_it_leads_to():
     plan = plan_of(flags("--micro-batch-size 4 --bf16"), World(gpus=1))
     now = predict_memory(plan).peak.num_bytes
     smaller = predict_memory(plan_of(flags("--micro-batch-size 2 --bf16"), World(gpus=1))).peak.num_bytes
-    told = list_remedies(plan, predict_peak, {ACTIVATIONS: 9}, asked=1, unused=0)[0]
+    told = list_remedies(plan, predict_peak, {HELD_ACTIVATIONS: 9}, asked=1, unused=0)[0]
     assert told.endswith(f"(predicted peak {size(smaller)})") and smaller < now
 
     def fail(plan, **changes):
         raise ZeroDivisionError
 
     for unknown in (fail, None):  # whatever happens in there must not hide the error
-        told = list_remedies(plan, unknown, {ACTIVATIONS: 9}, asked=1, unused=0)
+        told = list_remedies(plan, unknown, {HELD_ACTIVATIONS: 9}, asked=1, unused=0)
         assert told[0].endswith("with the same --global-batch-size")
 
 

@@ -126,7 +126,7 @@ def test_every_detail_is_where_its_reader_looks_for_it(tmp_path):
 
 
 def test_large_traces_are_compressed_unless_told_otherwise(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron_lite.instruments.torch_profiler.LARGE", 100)
+    monkeypatch.setattr("megatron_lite.instruments.torch_profiler.COMPRESSED_FROM_BYTES", 100)
     small, large = ('{"traceEvents": [{"name": "ProfilerStep#7"}]}', '{"traceEvents": [' + " " * 100 + "]}")
     cases = ((small, None, "json"), (large, None, "gz"), (small, True, "gz"), (large, False, "json"))
     for text, compress, ending in cases:
@@ -353,7 +353,7 @@ def test_a_look_into_a_trace_counts_what_lies_across_its_pieces(tmp_path, monkey
     path = tmp_path / "trace.json"
     path.write_text(json.dumps(whole))
     for size in (100, 101, 333, 1 << 20):
-        monkeypatch.setattr("megatron_lite.instruments.torch_profiler.CHUNK", size)
+        monkeypatch.setattr("megatron_lite.instruments.torch_profiler.READ_BYTES", size)
         monkeypatch.setattr("megatron_lite.instruments.torch_profiler.OVERLAP", 60)
         assert inspect_trace(path) == Found((12, 13), 500, True)
     path.write_text(json.dumps(whole)[:-20])

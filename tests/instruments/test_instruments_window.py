@@ -140,7 +140,7 @@ class Asks(Instrument):
 @pytest.fixture
 def eager(monkeypatch):
     """Watchers that look before every step, so that tests may be short."""
-    monkeypatch.setattr(on_demand, "SECONDS_BETWEEN_LOOKS", 0.0)
+    monkeypatch.setattr(on_demand, "SECONDS_BETWEEN_REQUEST_LOOKS", 0.0)
 
 
 def captures(folder: Path, rank: int = 0) -> list[list[int]]:
@@ -344,7 +344,7 @@ def train_all_and_on_request(world, words):
     *planned, live = json.loads(words)
     for number, argv in enumerate(planned):
         train(argv, Path(f"run{number}"), world)
-    on_demand.SECONDS_BETWEEN_LOOKS = 0.0
+    on_demand.SECONDS_BETWEEN_REQUEST_LOOKS = 0.0
     Path("live").mkdir(exist_ok=True)
     train(live, Path("live"), world, [Asks(Path("live"), at3="2")] if world.is_first else [])
 

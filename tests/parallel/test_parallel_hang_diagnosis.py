@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_lite.config.layout import Layout
-from megatron_lite.parallel.hang_diagnosis import CLOSED, LATE, TERMINATED, Case, answered, find_cause, where
+from megatron_lite.parallel.hang_diagnosis import CLOSED, LATE_RANK, TERMINATED, Case, answered, find_cause, where
 from megatron_lite.parallel.rank_status import Operation, RankStatus, describe_hand_over
 
 OPERATION = Operation(1234, "all_reduce", 3 * 2**20, "Float")
@@ -35,7 +35,10 @@ def case(posts, reason=CLOSED, **more) -> Case:
 
 LAST_SEEN = "last seen 2.5s before in iteration 1052, phase data, after collective #1233"
 NOT_JOINED = "rank 1 did not join all_reduce #1234 (12.0 MiB float32) of rank 0 within 10m00s: "
-LATE_MUTE, RESET = case([MUTE], states={1: "stopped"}, reason=LATE), "Read error [1.2.3.4]:5: Connection reset by peer"
+LATE_MUTE, RESET = (
+    case([MUTE], states={1: "stopped"}, reason=LATE_RANK),
+    "Read error [1.2.3.4]:5: Connection reset by peer",
+)
 LINES = {  # what is told of each kind of trouble
     "left": (case([FAILED]), ["rank 1 ended in iteration 1052, phase data, with ValueError: no", WAITED, AGAIN]),
     "dead": (
@@ -44,7 +47,7 @@ LINES = {  # what is told of each kind of trouble
     ),
     "stopped": (LATE_MUTE, [f"{NOT_JOINED}process 4711 on here is stopped (SIGSTOP)", LAST_SEEN, AGAIN]),
     "behind": (
-        case([READING], reason=LATE, report="RUN/ranks.json"),
+        case([READING], reason=LATE_RANK, report="RUN/ranks.json"),
         [
             f"{NOT_JOINED}since 10m05s in iteration 1052, phase data, in read (x/y/file.py:12) called by f ",
             "(megatron_lite/data/loader.py:44), after collective #1233. ",
@@ -57,11 +60,11 @@ LINES = {  # what is told of each kind of trouble
         ["rank 1 does not answer: it died, is stopped, or its machine is cut off (process 4711 on here)"],
     ),
     "absent": (
-        case([None], reason=LATE),
+        case([None], reason=LATE_RANK),
         ["rank 1 of 2 never arrived", "waited for it 10m00s in all_reduce", "MASTER_ADDR"],
     ),
     "all begun": (
-        case([WAITING], reason=LATE),
+        case([WAITING], reason=LATE_RANK),
         ["took longer than 10m00s although all ranks had begun it", "raise --distributed-timeout-minutes."],
     ),
     "connection": (
@@ -105,11 +108,11 @@ def test_what_the_kernel_says_is_told():
 def test_the_cause_stands_before_its_consequences():
     """Whoever failed by itself, then who died; ranks that only wait or left because of others never."""
     dead = {2: "dead", 3: "dead"}
-    assert find_cause(case([READING, MUTE, FAILED], states={2: "dead"}, reason=LATE)).ranks == [3]
-    assert find_cause(case([READING, MUTE, VICTIM], states=dead, reason=LATE)).ranks == [2]
-    assert find_cause(case([READING, WAITING, VICTIM], reason=LATE)).ranks == [1]
+    assert find_cause(case([READING, MUTE, FAILED], states={2: "dead"}, reason=LATE_RANK)).ranks == [3]
+    assert find_cause(case([READING, MUTE, VICTIM], states=dead, reason=LATE_RANK)).ranks == [2]
+    assert find_cause(case([READING, WAITING, VICTIM], reason=LATE_RANK)).ranks == [1]
     joined = replace(WAITING, begun=OPERATION.number)
-    assert find_cause(case([joined], reason=LATE)).ranks == []
+    assert find_cause(case([joined], reason=LATE_RANK)).ranks == []
     assert find_cause(case([VICTIM, VICTIM])) is None
     assert find_cause(case([WAITING, LATELY])) is None, "a lost connection says nothing of who is behind"
 
@@ -119,13 +122,15 @@ def test_who_waits_in_a_group_waits_for_its_members():
     operation = Operation(7, "all_gather", 100, "Half", "tensor", (0, 1))
     behind = replace(READING, begun=1234, groups={"tensor": 6, "replicate": 3})
     other = replace(WAITING, groups={"tensor of others": 9})
-    found = find_cause(case([behind, other, other], reason=LATE, operation=operation))
+    found = find_cause(case([behind, other, other], reason=LATE_RANK, operation=operation))
     assert found.ranks == [1]
     assert "rank 1 did not join all_gather #7 (200 B float16) of ranks 0, 1 of rank 0 within 10m00s" in found.line
     through = replace(behind, waiting=("replicate", 4, [1, 3]))
     last = replace(READING, groups={"tensor of others": 9, "replicate": 3})
     found = find_cause(
-        case([replace(through, groups={"tensor": 6, "replicate": 4}), other, last], reason=LATE, operation=operation)
+        case(
+            [replace(through, groups={"tensor": 6, "replicate": 4}), other, last], reason=LATE_RANK, operation=operation
+        )
     )
     assert found.ranks == [3]
     assert (
@@ -133,7 +138,7 @@ def test_who_waits_in_a_group_waits_for_its_members():
         in found.line
     )
     begun = replace(WAITING, groups={"tensor": 7})
-    found = find_cause(case([begun, other, last], reason=LATE, operation=operation))
+    found = find_cause(case([begun, other, last], reason=LATE_RANK, operation=operation))
     assert found.ranks == [] and "although all ranks had begun it" in found.line
 
 
@@ -141,7 +146,7 @@ def test_what_a_stage_waits_for_is_told_with_the_other_ones_place():
     layout = Layout(tensor=2, pipeline=2)
     owed = describe_hand_over(2, "the backward of micro-batch 3 from")
     waiting = replace(WAITING, phase="pipeline_wait")
-    asks = {"reason": LATE, "operation": owed, "layout": layout}
+    asks = {"reason": LATE_RANK, "operation": owed, "layout": layout}
     line = find_cause(case([waiting, READING, READING], **asks)).line
     assert line.startswith(
         "rank 2 (pp 1, tp 0) keeps rank 0 waiting for the backward of micro-batch 3 from rank 2, for 10m00s: since "
@@ -173,7 +178,7 @@ def test_the_place_of_a_rank_names_its_experts():
         "dp 2, ep 0",
         "dp 3, ep 1",
     ]
-    line = find_cause(case([READING, WAITING, WAITING], reason=LATE, layout=layout)).line
+    line = find_cause(case([READING, WAITING, WAITING], reason=LATE_RANK, layout=layout)).line
     assert line.startswith("rank 1 (dp 1, ep 1) did not join")
     # ranks that split an expert are named where they are others than those that split the layer
     assert Layout(tensor=2, data=2, expert=2, expert_tensor=2).describe_place(3) == "dp 1, tp 1, ep 1"
@@ -186,16 +191,16 @@ def test_ranks_that_wait_in_a_circle_are_told_as_behind():
     first = Operation(7, "all_gather", 0, "", "a", (0, 1))
     second = replace(READING, groups={"a": 6, "b": 2}, waiting=("b", 2, [1, 2]))
     third = replace(READING, groups={"b": 1, "a": 0}, waiting=("a", 7, [0, 1]))
-    assert find_cause(case([second, third], reason=LATE, operation=first)).ranks == [1]
+    assert find_cause(case([second, third], reason=LATE_RANK, operation=first)).ranks == [1]
 
 
 def test_silence_counts_only_after_the_time_for_answers():
     """But whoever has ended is known at once."""
     for post in (MUTE, READING, None):
-        assert find_cause(case([post], reason=LATE), heard=False) is None
+        assert find_cause(case([post], reason=LATE_RANK), heard=False) is None
     dead = find_cause(case([MUTE], states={1: "dead"}), heard=False)
     assert dead.ranks == [1] and dead.ended and find_cause(case([FAILED])).ended
-    assert not find_cause(case([READING], reason=LATE)).ended
+    assert not find_cause(case([READING], reason=LATE_RANK)).ended
     assert not answered(case([WAITING, MUTE])) and not answered(case([WAITING, None]))
     assert answered(case([WAITING, FAILED, MUTE], states={3: "stopped"}))
 
@@ -209,14 +214,14 @@ def test_a_signal_blames_only_who_has_ended(post):
 
 def test_before_the_group_there_is_no_operation():
     start = replace(WAITING, step=0, begun=0, finished=0, phase=None)
-    given = case([None], reason=LATE, operation=None)
+    given = case([None], reason=LATE_RANK, operation=None)
     line = find_cause(replace(given, posts={0: start})).line
     assert "never arrived; rank 0 waited for it 10m00s in the first meeting of all ranks, the start, " in line
 
 
 def test_a_thousand_ranks_make_one_line_of_readable_length():
     posts = [READING if rank % 2 else WAITING for rank in range(1, 1000)]
-    found = find_cause(case(posts, reason=LATE))
+    found = find_cause(case(posts, reason=LATE_RANK))
     assert found.ranks == list(range(1, 1000, 2))
     assert found.line.startswith("ranks 1, 3, 5, 7, 9, 11, 13, 15 and 492 more did not join") and len(found.line) < 600
 

@@ -480,7 +480,7 @@ def test_ctrl_c_during_a_save_names_the_checkpoint_before_and_exits_130(tmp_path
 
 def test_a_second_run_on_the_folder_is_refused(tmp_path, monkeypatch):
     """It begins while the first one saves, and would clear that unfinished checkpoint away."""
-    monkeypatch.setattr(checkpoint_checks, "MAX_WAIT_S", 0)
+    monkeypatch.setattr(checkpoint_checks, "MAX_SAVE_WAIT_S", 0)
     inner, argv, refused = torch.save, flags(WHOLE, "--save-interval 4 --save", tmp_path / "save"), []
 
     def second(state, file):
@@ -550,7 +550,7 @@ CANNOT_SAVE = {  # the rank that cannot write, if it is not the folder
 
 def fail_to_save(world, folder: str):
     """For on_ranks."""
-    checkpoint_checks.MAX_WAIT_S = 0.5
+    checkpoint_checks.MAX_SAVE_WAIT_S = 0.5
     for name, (failing, words) in CANNOT_SAVE.items():
         with pytest.MonkeyPatch.context() as patch:
             if world.rank == failing:
@@ -593,7 +593,7 @@ def test_a_refused_run_leaves_no_trace_and_exits_2(tmp_path, holder):
 
 @pytest.mark.parametrize("words", ["--load", "--skip-train --save"])
 def test_what_saves_nothing_needs_no_lock(tmp_path, monkeypatch, holder, words):
-    monkeypatch.setattr(checkpoint_checks, "MAX_WAIT_S", 0)
+    monkeypatch.setattr(checkpoint_checks, "MAX_SAVE_WAIT_S", 0)
     _, out = quietly(flags(WHOLE, words, tmp_path / "save"), tmp_path / "run")
     assert "another run" not in out
 

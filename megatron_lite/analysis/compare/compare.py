@@ -37,7 +37,7 @@ from megatron_lite.units import significant, size
 
 # --- steps, rates and peaks of two runs beside each other, the phases of runs without traces, and the first line
 
-STEP = "step"
+WHOLE_STEP = "step"
 TRACED_STEP = "traced step"
 PEAK = "peak memory"
 Loads = tuple[CoreShortage | None, CoreShortage | None]  # the shortage of cores in compared steps of A and of B
@@ -59,7 +59,7 @@ def _pair_ordinary_steps(a: Facts, b: Facts) -> list[Total]:
     loads = (find_load(a, ORDINARY), find_load(b, ORDINARY))
     of = f"steps.jsonl, {len(steps_a_ms)} and {len(steps_b_ms)} typical steps"
     step = widen_band(paired_samples(steps_a_ms, steps_b_ms), loads)
-    totals = [Total(STEP, "ms", of, step)]
+    totals = [Total(WHOLE_STEP, "ms", of, step)]
     # rates are of all ordinary time, as a report has them; they vary as one over the step does
     relative_a = steps_a_ms.mean() / steps_a_ms
     relative_b = steps_b_ms.mean() / steps_b_ms
@@ -167,8 +167,8 @@ def _take_typical(run: Run, values: Numbers | None) -> Numbers:
 
 # --- the first line of a comparison
 
-MIN_SHARE = 0.15  # of the step's difference that a phase must be to be named
-MAX_NAMED = 3
+MIN_DIFFERENCE_SHARE = 0.15  # of the step's difference that a phase must be to be named
+MAX_NAMED_CHANGES = 3
 MOSTLY_COMPUTE = 0.5  # of the step's difference: then phases say more than the one row "compute"
 
 
@@ -183,7 +183,7 @@ def build_sentence(totals: Sequence[Total], rows: dict[str, Pair], phases: Seque
     """
     by_name = {total.name: total.pair for total in totals}
     parts = []
-    step = by_name.get(STEP) or by_name.get(TRACED_STEP)
+    step = by_name.get(WHOLE_STEP) or by_name.get(TRACED_STEP)
     if step:
         parts.append(_describe_step(step, rows, phases))
     peak = by_name.get(PEAK)
@@ -229,7 +229,7 @@ def _find_loads(
     """By run, "A" and "B", the shortage of cores in the steps whose times are compared."""
     names = {total.name for total in totals}
     kinds = []
-    if STEP in names:
+    if WHOLE_STEP in names:
         kinds.append(ORDINARY)
     if TRACED_STEP in names:
         kinds.append(PROFILED)
@@ -254,11 +254,11 @@ def _describe_reasons(
     for name, pair in parts.items():
         ms = pair.difference
         # a phase that takes longer explains no shorter step
-        if ms and pair.change is step.change and abs(ms) >= MIN_SHARE * abs(whole_ms):
+        if ms and pair.change is step.change and abs(ms) >= MIN_DIFFERENCE_SHARE * abs(whole_ms):
             large.append((name, ms))
     large.sort(key=lambda part: -abs(part[1]))
     named = []
-    for name, ms in large[:MAX_NAMED]:
+    for name, ms in large[:MAX_NAMED_CHANGES]:
         sign = "+" if ms > 0 else "-"
         named.append(f"{name} {sign}{_format_ms(abs(ms))} ms")
     return f": {', '.join(named)}" if named else ""
@@ -290,8 +290,8 @@ def _format_ms(value: float | None) -> str:
 
 # --- one run's critical rank: what it spends on each purpose, step by step
 
-MAX_NAMES = 4  # kernels of one purpose, most time first
-MAX_STEPS = 10  # steady steps that are looked at one by one; evenly chosen of more
+MAX_PURPOSE_KERNELS = 4  # kernels of one purpose, most time first
+MAX_COMPARED_STEPS = 10  # steady steps that are looked at one by one; evenly chosen of more
 
 
 @dataclass(frozen=True)
@@ -335,12 +335,12 @@ def build_side(one: RankFacts) -> Side:
 
 
 def _choose_steps(one: RankFacts) -> list[int]:
-    """Indices of the steady steps, or of MAX_STEPS evenly chosen ones."""
+    """Indices of the steady steps, or of MAX_COMPARED_STEPS evenly chosen ones."""
     steady = [at for at, step in enumerate(one.placing.steps) if step.steady]
     count = len(steady)
-    if count <= MAX_STEPS:
+    if count <= MAX_COMPARED_STEPS:
         return steady
-    return [steady[count * at // MAX_STEPS] for at in range(MAX_STEPS)]
+    return [steady[count * at // MAX_COMPARED_STEPS] for at in range(MAX_COMPARED_STEPS)]
 
 
 def _measure_work(one: RankFacts) -> tuple[dict[tuple[str, str], Work], dict[str, Numbers]]:
@@ -429,7 +429,7 @@ def _group_by_operator(one: RankFacts, pieces: _Pieces) -> dict[tuple[str, str],
     for at, key in enumerate(keys.tolist()):
         code, phase_number = divmod(key, len(phases))
         own_names = [names[own] for own in codes_of_group[at]]
-        kernels = [short_name(name) for name in own_names[:MAX_NAMES]] if on_gpu else []
+        kernels = [short_name(name) for name in own_names[:MAX_PURPOSE_KERNELS]] if on_gpu else []
         operator_name = _shorten_operator(names[code])
         work[operator_name, phases[phase_number]] = Work(
             role=str(get_role(own_names[0])),
@@ -581,7 +581,7 @@ def _measure_difference(pair: KernelPair) -> float:
 
 # --- the comparison
 
-MAX_SLOWDOWN = 1.1  # by the profiler: beyond it traced times say little about the run's own
+MAX_COMPARED_SLOWDOWN = 1.1  # by the profiler: beyond it traced times say little about the run's own
 ONE_START = (
     "one start of each: what differs from start to start (clock speeds, neighbors, "
     "placement) is not in the noise bands; "
@@ -624,7 +624,7 @@ def compare(
         parts = pair_traces(side_a, side_b)
     else:
         parts = _build_untraced(phases)
-    if STEP in names:
+    if WHOLE_STEP in names:
         # a profiler slows its steps down: differences of its phases are no parts of a typical step's difference
         sentence = build_sentence(totals, {}, phases)
     else:
@@ -723,7 +723,7 @@ def _collect_notes(a: Facts, b: Facts, totals: tuple[Total, ...]) -> list[str]:
 def _describe_slowdown(name: str, facts: Facts) -> list[str]:
     """Describe in one sentence how much the profiler slowed run `name` down; [] where it hardly did."""
     slower = facts.run.profiler_slowdown if facts.run else None
-    if not slower or slower <= MAX_SLOWDOWN or not facts.critical:
+    if not slower or slower <= MAX_COMPARED_SLOWDOWN or not facts.critical:
         return []
     advice = "compare traced times among themselves only"
     return [f"{name}'s profiled steps took {slower:.2f} times as long as those before: {advice}"]

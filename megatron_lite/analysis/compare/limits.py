@@ -5,12 +5,12 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megatron_lite.analysis.compare.compare import PEAK, STEP, TRACED_STEP
+from megatron_lite.analysis.compare.compare import PEAK, TRACED_STEP, WHOLE_STEP
 from megatron_lite.analysis.compare.compare_results import Comparison, Pair
 from megatron_lite.errors import UserError
 
 TOTALS = {  # names in limits: titles of a comparison's totals, the first that there is
-    "step_ms": (STEP, TRACED_STEP),
+    "step_ms": (WHOLE_STEP, TRACED_STEP),
     "tokens_per_second": ("tokens per second",),
     "mfu": ("MFU, causal attention",),
     "peak_bytes": (PEAK,),

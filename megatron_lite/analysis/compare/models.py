@@ -12,7 +12,7 @@ SAME_SHARE = 0.5  # of all shapes of weights; two of one model differ in a head 
 MIN_SHAPES = 3  # fewer say nothing
 NEARLY_WHOLE = 0.02  # by padding, a shard of a rank is no exact part
 # operators whose weight is an argument of its own, and which one
-WEIGHTS = {
+WEIGHT_ARGUMENTS = {
     "aten::linear": 1,
     "aten::conv1d": 1,
     "aten::conv2d": 1,
@@ -66,7 +66,7 @@ def _compare_updated(a: Updated, b: Updated) -> list[str]:
 def _list_weights(one: RankFacts) -> set[tuple[str, tuple[int, ...]]]:
     """(operator, shape) of weights, as far as operators tell; empty without shapes, or where the model is compiled."""
     found = set()
-    for operator, place in WEIGHTS.items():
+    for operator, place in WEIGHT_ARGUMENTS.items():
         rows = one.rows_named(operator.__eq__, Kind.OP)
         for index in np.unique(one.trace.events.shapes[rows]):
             if index < 0:

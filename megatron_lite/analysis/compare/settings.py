@@ -114,8 +114,8 @@ def _describe_value(value: object) -> str:
 
 # --- is a difference between two runs more than their steps differ anyway?
 
-MAX_BLOCKS = 5  # of consecutive steps: their medians also show a drift, which single steps' spread hides
-MIN_STEPS = 3
+MAX_NOISE_BLOCKS = 5  # of consecutive steps: their medians also show a drift, which single steps' spread hides
+MIN_COMPARED_STEPS = 3
 FLOOR = 0.01  # of the larger number: two starts of one command differ by that much, which no single run shows
 TOO_NOISY = 0.2  # a band wider than this cannot say "not changed"
 # Student's t, two-sided 99%, 1 to 8 degrees of freedom: a comparison has dozens of numbers,
@@ -134,7 +134,7 @@ def paired(a: float | None, b: float | None, band: float | None) -> Pair:
 
 
 def paired_samples(a: Samples, b: Samples, *, center: Callable[[Any], Any] = np.median) -> Pair:
-    """Pair the centers of two runs' steps; with fewer than MIN_STEPS of either their noise is unknown.
+    """Pair the centers of two runs' steps; with fewer than MIN_COMPARED_STEPS of either their noise is unknown.
 
     Args:
         a, b: a number of each step.
@@ -154,7 +154,7 @@ def exact(a: float | None, b: float | None) -> Pair:
 
 def compute_noise_band(*samples: Samples) -> float | None:
     """Half the 99% confidence interval of B - A, from medians of blocks of steps; None for too few steps."""
-    if min(map(len, samples)) < MIN_STEPS:
+    if min(map(len, samples)) < MIN_COMPARED_STEPS:
         return None
     whole = 0.0  # variance of the difference of means
     parts = 0.0
@@ -173,8 +173,8 @@ def compute_noise_band(*samples: Samples) -> float | None:
 
 
 def _compute_block_medians(values: Samples) -> list[float]:
-    """The medians of at most MAX_BLOCKS blocks of consecutive steps."""
-    number = min(MAX_BLOCKS, len(values))
+    """The medians of at most MAX_NOISE_BLOCKS blocks of consecutive steps."""
+    number = min(MAX_NOISE_BLOCKS, len(values))
     bounds = [len(values) * at // number for at in range(number + 1)]
     return [float(np.median(values[first:last])) for first, last in pairwise(bounds)]
 

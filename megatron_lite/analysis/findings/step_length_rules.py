@@ -18,7 +18,7 @@ from megatron_lite.analysis.findings.imbalance_rules import find_late_at_times, 
 from megatron_lite.analysis.findings.input_rules import find_starved_loader
 from megatron_lite.analysis.findings.machine_rules import find_busy_machine
 from megatron_lite.analysis.rank_facts import MATTERS, in_ms
-from megatron_lite.analysis.run.every_step import OTHER
+from megatron_lite.analysis.run.every_step import OTHER_TIME
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run.step_lengths import (
     MIN_TYPICAL_STEPS,
@@ -40,7 +40,7 @@ ADVICE = {
         "keep the loader ahead: DataLoader(persistent_workers=True) where workers start again at each epoch, "
         "more workers or a larger prefetch_factor where they fall behind"
     ),
-    OTHER: "look at what the loop does in these steps between its phases: logging, saving, evaluating, gc",
+    OTHER_TIME: "look at what the loop does in these steps between its phases: logging, saving, evaluating, gc",
 }
 
 
@@ -145,7 +145,7 @@ def _describe_slow_steps(found: SlowSteps) -> str:
 
 
 def _name_phase(phase: str) -> str:
-    return "what is in no phase" if phase == OTHER else f"the phase {phase}"
+    return "what is in no phase" if phase == OTHER_TIME else f"the phase {phase}"
 
 
 def _find_same(facts: Facts, causes: Sequence[Rule], lost_ms: float) -> Finding | None:

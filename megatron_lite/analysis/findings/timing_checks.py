@@ -9,7 +9,7 @@ from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import measure_ordinary
 from megatron_lite.analysis.time.time_results import ROW_TITLES
 from megatron_lite.formats.file_names import RUN_FILE, STEPS_FILE
-from megatron_lite.thresholds import MIN_BEFORE, MIN_STEPS
+from megatron_lite.thresholds import MIN_BEFORE, MIN_RANK_STEPS
 from megatron_lite.units import counted
 
 MAX_UNEXPLAINED = 0.10  # of the step; the profiler alone makes a few percent
@@ -88,12 +88,12 @@ def look_at_steady_state(case: CheckCase) -> Observation:
     """Tell the step's time without the first step and other disturbed ones."""
     run, one = case.facts.run, case.facts.critical
     number = run.ordinary.sum() if run else 0
-    if run and run.steady_step_ms is not None and number >= MIN_STEPS:
+    if run and run.steady_step_ms is not None and number >= MIN_RANK_STEPS:
         text = f"median {in_ms(run.steady_step_ms)} of {counted(number, 'typical step')}"
         if run.first_step_ms:
             text += f"; the first step took {in_ms(run.first_step_ms)}"
         return saw(Evidence(text, STEPS_FILE), _count_steps(run))
-    if run and run.steps >= MIN_STEPS and not number:
+    if run and run.steps >= MIN_RANK_STEPS and not number:
         remedy = f"{Recording.LONGER_RUN}, and a profiled window that leaves steps outside it"
         return saw_wrong(remedy, _count_steps(run))
     if one is None:

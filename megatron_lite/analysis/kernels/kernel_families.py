@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.analysis.kernels.kernel_results import Role, TensorCores
-from megatron_lite.analysis.kernels.kernel_words import FORMATS, OTHER, TABLES, WORDS, fused_operators, template_format
+from megatron_lite.analysis.kernels.kernel_words import (
+    FORMATS,
+    OTHER_KEY,
+    TABLES,
+    WORDS,
+    fused_operators,
+    template_format,
+)
 
 Told = list[tuple[str, str | None]]  # pieces of a name: text, meaning (None: the table says it)
 Meaning = str | dict[str, str] | Callable[[str], str | tuple[str, str]]
@@ -34,7 +41,7 @@ class Piece:
     where: "=GROUP" of the family's match; a pattern, whose group t (else all of it) is shown and v (else that)
         explained; or a function of the match and the name.
     meaning: a text with {v} or a group, as {v:TABLE} looked up, {precision} (no piece where that is unknown) or {any};
-        a dict by v (OTHER: all others; no piece without an entry); or a function of v, of the meaning or (text,
+        a dict by v (OTHER_KEY: all others; no piece without an entry); or a function of v, of the meaning or (text,
         meaning).
     """
 
@@ -119,7 +126,7 @@ def _describe_nvjet(types: str) -> str:
 
 
 def _describe_instruction(digits: str) -> str:
-    unknown = digits if "x" in digits else WORDS["instructions"][OTHER]
+    unknown = digits if "x" in digits else WORDS["instructions"][OTHER_KEY]
     sizes = WORDS["instructions"].get(digits, unknown)
     return f"one instruction of the tensor cores multiplies {sizes} (MxNxK)"
 
@@ -224,7 +231,7 @@ def _tell_flash_helper(found: re.Match[str], name: str) -> Told:
 
 def _tell_direction(found: re.Match[str], name: str) -> Told:
     way = found["way"]
-    return [(way or "", WORDS["directions"][way or OTHER])]
+    return [(way or "", WORDS["directions"][way or OTHER_KEY])]
 
 
 # --- number formats of operands

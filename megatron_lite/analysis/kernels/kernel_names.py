@@ -9,8 +9,8 @@ from megatron_lite.analysis.kernels.kernel_families import FAMILIES, Family, Mea
 from megatron_lite.analysis.kernels.kernel_results import MATRIX_ROLES, Role, TensorCores
 from megatron_lite.analysis.kernels.kernel_words import (
     LONGEST,
-    MAX_NAMES,
-    OTHER,
+    MAX_KEPT_ANSWERS,
+    OTHER_KEY,
     TABLES,
     WORDS,
     demangled,
@@ -19,8 +19,8 @@ from megatron_lite.analysis.kernels.kernel_words import (
     template_format,
 )
 
-SHORTEST = 80  # characters of a name of which nothing is understood
-MAX_WIDTH = 32  # of the column of parts
+MAX_UNKNOWN_LETTERS = 80  # characters of a name of which nothing is understood
+MAX_PART_WIDTH = 32  # of the column of parts
 _PATTERNS = lru_cache(maxsize=None)(re.compile)  # of the pieces: more than re keeps
 _ON_TENSOR_CORES = re.compile(r"tensorop|mma_sync|wgmma|tfloat32_t|warpspecialized|mfma|tcgen05", re.IGNORECASE)
 _SINCE_AMPERE = re.compile(r"sm(8|9|10|12)\d", re.IGNORECASE)
@@ -57,7 +57,7 @@ class KernelName:
     note: str = ""  # a trap in reading it
 
 
-@lru_cache(maxsize=MAX_NAMES)
+@lru_cache(maxsize=MAX_KEPT_ANSWERS)
 def taken_apart(name: str) -> KernelName:
     """What the name says. Any string is taken; what no family fits has no parts."""
     text = demangled(name[:LONGEST])
@@ -260,7 +260,7 @@ def _explain(
         groups: of the patterns that were found.
     """
     if isinstance(meaning, dict):
-        return meaning.get(v, meaning.get(OTHER, ""))
+        return meaning.get(v, meaning.get(OTHER_KEY, ""))
     if callable(meaning):
         return meaning(v)
     if "{precision}" in meaning and not precision:
@@ -272,7 +272,7 @@ def _explain(
     return meaning.format_map(words)
 
 
-@lru_cache(maxsize=MAX_NAMES)
+@lru_cache(maxsize=MAX_KEPT_ANSWERS)
 def short_name(name: str) -> str:
     """No return type, no arguments; of the template arguments only what says what the kernel does."""
     text = re.sub(r"\(anonymous namespace\)::|<unnamed>::", "", demangled(name[:LONGEST]))
@@ -291,7 +291,7 @@ def short_name(name: str) -> str:
         function = saying[0] if saying else ""
     if function:
         return f"{head}<{function}>"
-    return head or text[:SHORTEST]
+    return head or text[:MAX_UNKNOWN_LETTERS]
 
 
 def in_words(name: str) -> list[str]:
@@ -301,7 +301,7 @@ def in_words(name: str) -> list[str]:
     by = f" (by {kernel.family})" if kernel.family else ""
     lines = [short_name(name), f"What it is for: {purpose}{by}."]
     longest = max((len(part.text) for part in kernel.parts), default=0)
-    width = min(longest, MAX_WIDTH)
+    width = min(longest, MAX_PART_WIDTH)
     for part in kernel.parts:
         mark = " (*)" if part.inferred else ""
         lines.append(f"  {part.text:<{width}}  {part.field}: {part.meaning}{mark}")

@@ -18,9 +18,9 @@ from megatron_lite.errors import UserError
 from megatron_lite.shared_files import read_foreign_text
 from megatron_lite.variables import KERNEL_NAMES
 
-OTHER = "(other)"  # the key of a table's row for what no key names
+OTHER_KEY = "(other)"  # the key of a table's row for what no key names
 LONGEST = 2000  # characters of a name that are looked at: C++ names may repeat their template arguments for pages
-MAX_NAMES = 2**16  # whose answers are kept: asked again for each step, phase and rank
+MAX_KEPT_ANSWERS = 2**16  # whose answers are kept: asked again for each step, phase and rank
 
 
 def read_tables() -> dict[str, list[tuple[str, str]]]:
@@ -175,7 +175,7 @@ def _find_head(name: str) -> str:
     return re.split(r"[<(\[{]", plain, maxsplit=1)[0].strip()
 
 
-@lru_cache(maxsize=MAX_NAMES)
+@lru_cache(maxsize=MAX_KEPT_ANSWERS)
 def is_communication(name: str) -> bool:
     """Is it a kernel that moves data between processes, or a backend's span for one (gloo:all_reduce)?"""
     return get_kernel_role(name) is Role.COMMUNICATION
@@ -186,7 +186,7 @@ def is_wait(name: str) -> bool:
     return name in ("_c10d_functional::wait_tensor", "c10d_functional::wait_tensor")
 
 
-@lru_cache(maxsize=MAX_NAMES)
+@lru_cache(maxsize=MAX_KEPT_ANSWERS)
 def get_kernel_role(name: str) -> Role:
     """The role of device work (kernel, memcpy, memset) by its name as the profiler wrote it."""
     lowered = name[:LONGEST].lower()
@@ -246,7 +246,7 @@ def _find_role(rows: list[tuple[Role, re.Pattern[str]]], text: str) -> Role:
     return Role.OTHER
 
 
-@lru_cache(maxsize=MAX_NAMES)
+@lru_cache(maxsize=MAX_KEPT_ANSWERS)
 def get_operator_role(name: str) -> Role:
     """The role of a host operator or autograd node. Views and bookkeeping are OTHER: they move no data."""
     bare = bare_operator(name)

@@ -23,7 +23,7 @@ from megatron_lite.analysis.time.time_results import Placing, RankTime
 from megatron_lite.analysis.trace.columns import Kind, Trace
 from megatron_lite.formats.hardware import match_processor, peak_tflops
 
-DEEPEST = 64  # operators within operators; real traces have about ten
+MAX_NESTED_OPERATORS = 64  # operators within operators; real traces have about ten
 SHAPES_FLAG = "--pytorch-profiler-collect-shapes"
 COVERED = 0.95  # of the time of matrix work should have shapes; below it the sum of FLOPs says too little
 # torch.compile's regions; older versions mark only the graphs inside them.
@@ -256,7 +256,7 @@ def _sum_launched(chosen: Selection) -> Numbers:
     # all device work at once goes outwards by one operator in each turn
     rows = operator[chosen.device]
     last = np.full(len(rows), -1)
-    for _ in range(DEEPEST):
+    for _ in range(MAX_NESTED_OPERATORS):
         here = rows >= 0
         if not here.any():
             break

@@ -392,7 +392,7 @@ def _count_adam_bytes(role: Role, shapes: Shapes, otherwise: str) -> Work | None
 
 # --- operators with their shapes against what the hardware can do at most
 
-DEEPEST = 12  # from a kernel's operator up to the one with a formula: three or four in real traces
+MAX_LEVELS_UP = 12  # from a kernel's operator up to the one with a formula: three or four in real traces
 _INNERMOST = {*PRODUCTS, *CONVOLUTIONS, *CONVOLUTIONS_BACKWARD}  # aten::addmm rather than aten::linear around it
 # Attention's arguments tell heads from tokens, those of the operators inside do not.
 _OUTERMOST = {*ATTENTION, *ATTENTION_BACKWARD}
@@ -583,7 +583,7 @@ def _find_targets(chosen: Selection) -> Integers:
     target = np.full(len(own), -1, np.int64)
     # all pieces at once go outwards by one operator in each turn
     current = own
-    for _ in range(DEEPEST):
+    for _ in range(MAX_LEVELS_UP):
         here = current >= 0
         if not here.any():
             break
@@ -601,7 +601,7 @@ def _find_uncovered(chosen: Selection) -> Integers:
     covers = chosen.trace.matching((_INNERMOST | _OUTERMOST).__contains__)
     is_covered = np.zeros(len(rows), bool)
     current = operator[rows]
-    for _ in range(DEEPEST):
+    for _ in range(MAX_LEVELS_UP):
         here = current >= 0
         is_covered |= here & covers[current]
         current = np.where(here, operator[current], -1)
@@ -627,7 +627,7 @@ def _find_recomputed(chosen: Selection, rows: Integers) -> Flags:
     # all operators at once go outwards by one in each turn, and begin with themselves
     start = np.unique(rows)
     current = start
-    for _ in range(DEEPEST):
+    for _ in range(MAX_LEVELS_UP):
         is_within[start] |= is_engine[current]
         is_recorded[start] |= records[current]
         above = operator[current]

@@ -13,9 +13,10 @@ import numpy as np
 
 from megatron_lite.analysis.intervals import Flags, Integers
 from megatron_lite.analysis.memory.lifetimes import INDEX, UNDECIDED, Lives
-from megatron_lite.analysis.memory.phases import NOT_SAID, NUMBER, RECOMPUTE, SETUP, UNKNOWN, ZERO_GRAD
+from megatron_lite.analysis.memory.phases import NOT_SAID, NUMBER, UNKNOWN, ZERO_GRAD
 from megatron_lite.analysis.memory.stacks import Code
 from megatron_lite.formats.hardware import CUBLAS_THREADS, CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_SINCE_HOPPER
+from megatron_lite.phases import RECOMPUTE, SETUP
 
 MIN_LOGITS = 2**16  # bytes; below it a size says nothing about what it is
 

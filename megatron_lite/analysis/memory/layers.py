@@ -12,7 +12,7 @@ from megatron_lite.analysis.memory.phases import Phases
 
 NUMBERED = re.compile(r"^(.*?(?:^|\.)(\d+))(?:\.|$)")
 MIN_EXPLAINED = 0.5  # of the activations' bytes, by stacks that come once per layer
-MIN_LAYERS = 2  # fewer do not repeat
+MIN_REPEATED_LAYERS = 2  # fewer do not repeat
 
 
 def sum_layers(lives: Lives, phases: Phases, rows: Integers) -> tuple[tuple[Layer, ...], bool]:
@@ -66,9 +66,9 @@ def _sum_by_repetition(lives: Lives, rows: Integers) -> tuple[Layer, ...]:
     repeated = equal[at]
     sizes = lives.num_bytes[rows]
     bytes_of_count = np.bincount(repeated, weights=sizes)
-    bytes_of_count[:MIN_LAYERS] = 0
+    bytes_of_count[:MIN_REPEATED_LAYERS] = 0
     layers = int(np.argmax(bytes_of_count))
-    if layers < MIN_LAYERS:
+    if layers < MIN_REPEATED_LAYERS:
         return ()
     inside = repeated % layers == 0
     explained = sizes[inside].sum()

@@ -5,11 +5,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_lite.analysis.intervals import Flags, Integers
-from megatron_lite.analysis.memory.phases import NOT_SAID, NUMBER, SETUP, UNKNOWN, Phases
+from megatron_lite.analysis.memory.phases import NOT_SAID, NUMBER, UNKNOWN, Phases
 from megatron_lite.analysis.memory.record import ALLOC, FREE, FREE_REQUESTED, AllocatorEvents, Ints
 from megatron_lite.analysis.memory.stacks import Code
-from megatron_lite.formats.caching_allocator import MIN_BLOCK
+from megatron_lite.formats.caching_allocator import MIN_BLOCK_BYTES
 from megatron_lite.formats.memory_categories import CATEGORIES
+from megatron_lite.phases import SETUP
 
 INDEX = {name: number for number, name in enumerate(CATEGORIES)}
 UNDECIDED = -1
@@ -148,8 +149,8 @@ def find_lifetimes(record: AllocatorEvents, phases: Phases) -> Lives:
 
 def _round_sizes(requested: Ints) -> Ints:
     """int64 [m]: bytes that the allocator takes for requests, as formats.caching_allocator.rounded computes one."""
-    blocks = -(-requested // MIN_BLOCK)
-    return np.maximum(blocks, 1) * MIN_BLOCK
+    blocks = -(-requested // MIN_BLOCK_BYTES)
+    return np.maximum(blocks, 1) * MIN_BLOCK_BYTES
 
 
 def _count_steps_before(phases: Phases, events: Ints) -> Integers:

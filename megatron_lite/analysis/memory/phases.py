@@ -8,11 +8,9 @@ import numpy as np
 
 from megatron_lite.analysis.memory.record import ALLOC, AllocatorEvents, Ints
 from megatron_lite.analysis.memory.stacks import Code
-from megatron_lite.phases import Phase
+from megatron_lite.phases import RECOMPUTE, SETUP, Phase
 
 UNKNOWN = ""
-SETUP = "setup"
-RECOMPUTE = "recompute"
 ZERO_GRAD = "zero_grad"
 PHASES = (UNKNOWN, SETUP, *map(str, Phase), RECOMPUTE, ZERO_GRAD)
 NUMBER = {name: number for number, name in enumerate(PHASES)}

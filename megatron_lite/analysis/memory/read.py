@@ -36,9 +36,9 @@ SiteKey = tuple[str, str, str, str]  # site, category, phase and module of a Sit
 MAX_UNKNOWN = 0.01  # of the peak, without origin, in a record that counts as complete
 NO_PEAK = -2  # a span that neither an event has nor what was there before the record
 RANK_IN_NAME = re.compile(r"rank[_-]?(\d{1,6})(?!\d)", re.IGNORECASE)
-MIN_STEPS = 3  # to speak of growth
+MIN_STEPS_OF_GROWTH = 3  # to speak of growth
 MIN_BYTES = 4096  # of growth per step; counters and log values come and go
-MOSTLY = 0.75  # of the steps must end higher than the one before
+MIN_GROWING_SHARE = 0.75  # of the steps must end higher than the one before
 BETWEEN_NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 
 
@@ -183,12 +183,12 @@ class SnapshotReader:
         """What stays after each step; None where memory does not grow, or too few steps are seen."""
         lives = self.lives
         ends = [step.last for step in self.phases.steps]
-        if len(ends) < MIN_STEPS:
+        if len(ends) < MIN_STEPS_OF_GROWTH:
             return None
         change = np.diff(self.allocated[np.array(ends) + 1])
         slope = float(np.median(change))
         growing_share = np.mean(change > 0)
-        if slope < MIN_BYTES or growing_share < MOSTLY:
+        if slope < MIN_BYTES or growing_share < MIN_GROWING_SHARE:
             return None
         # per step: what was held after the last and not after the first, less what the same lines held before
         before = lives.held_after(ends[0])
@@ -315,5 +315,5 @@ def _describe_limits(
             f"{size(unknown)} of the peak was allocated before recording began, for an unknown purpose: start "
             "recording before the model is created"
         )
-    if steps < MIN_STEPS:
-        yield f"growth from step to step needs {counted(MIN_STEPS, 'step')}; the record holds {steps}"
+    if steps < MIN_STEPS_OF_GROWTH:
+        yield f"growth from step to step needs {counted(MIN_STEPS_OF_GROWTH, 'step')}; the record holds {steps}"

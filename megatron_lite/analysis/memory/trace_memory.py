@@ -9,7 +9,7 @@ from megatron_lite.analysis.memory.memory_results import TraceMemory, choose_poi
 from megatron_lite.analysis.time.time_results import Placing
 from megatron_lite.analysis.trace.columns import Kind, Trace
 
-NONE = -1
+NO_EVENT = -1
 
 
 class _Curve(NamedTuple):
@@ -55,7 +55,7 @@ def measure_trace_memory(trace: Trace, placing: Placing) -> TraceMemory | None:
     reserved = seen.total_reserved[shown.rows]
     peak_ns = int(times_ns[np.argmax(shown.allocated)])
     operator = _find_open_operator(trace, placing, peak_ns)
-    phase = int(placing.phase[operator]) if operator != NONE else NONE
+    phase = int(placing.phase[operator]) if operator != NO_EVENT else NO_EVENT
     has_reserved = bool(np.any(reserved > 0))
     others = [curve for curve in curves if curve is not shown]
     points = choose_points(shown.allocated)
@@ -66,7 +66,7 @@ def measure_trace_memory(trace: Trace, placing: Placing) -> TraceMemory | None:
         peak_bytes=shown.peak_bytes,
         peak_ns=peak_ns,
         peak_phase=placing.phases[phase] if phase >= 0 else "",
-        peak_operator=trace.name_of(operator) if operator != NONE else "",
+        peak_operator=trace.name_of(operator) if operator != NO_EVENT else "",
         reserved_bytes=int(reserved.max()) if has_reserved else None,
         curve=tuple(zip(times_ns[points].tolist(), shown.allocated[points].tolist())),
         total_is_given=shown.total_is_given,
@@ -79,11 +79,11 @@ def _find_open_operator(
     placing: Placing,
     moment_ns: int,  # on the trace's clock
 ) -> int:
-    """Event of the innermost operator that is open at a moment, on the thread that began one last; NONE if none is."""
+    """Event of the innermost operator that is open, on the thread that began one last; NO_EVENT if none is."""
     operators = trace.rows[Kind.OP]
     starts_ns = trace.events.start_ns[operators]
     begun = int(np.searchsorted(starts_ns, moment_ns, side="right"))
-    operator = int(operators[begun - 1]) if begun else NONE
+    operator = int(operators[begun - 1]) if begun else NO_EVENT
     while operator >= 0 and trace.events.end_ns[operator] < moment_ns:
         operator = int(placing.operator[operator])
-    return operator if operator >= 0 else NONE
+    return operator if operator >= 0 else NO_EVENT

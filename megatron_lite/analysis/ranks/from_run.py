@@ -14,7 +14,7 @@ from megatron_lite.analysis.run.run_results import RankMedians, Run
 from megatron_lite.analysis.trace.columns import Trace
 from megatron_lite.formats.run_record import Layout
 from megatron_lite.phases import Phase
-from megatron_lite.thresholds import MIN_STEPS, SHARE_OF_STEP, is_by_chance, is_mostly, slowest_rank
+from megatron_lite.thresholds import MIN_RANK_STEPS, SHARE_OF_STEP, is_by_chance, is_mostly, slowest_rank
 from megatron_lite.units import significant
 
 # where a rank's own time is known: it waits for no other, or the waiting can be taken off
@@ -234,4 +234,4 @@ def _has_enough_steps(ranks: RankMedians) -> bool:
     """Whether medians are over enough steps of every rank."""
     steps = ranks.intervals.steps.sum(axis=0)
     # NaN is not enough
-    return bool((steps >= MIN_STEPS).all())
+    return bool((steps >= MIN_RANK_STEPS).all())

@@ -18,13 +18,13 @@ from megatron_lite.shared_files import read_foreign
 
 BASELINE = "baseline"  # the field by which the file is known; its value is the format's number
 BASELINE_SCHEMA = 1
-MAX_STEPS = 60  # the last ordinary ones: enough for the noise of their medians
-MAX_BYTES = 2**22  # a larger file is no baseline
+MAX_BASELINE_STEPS = 60  # the last ordinary ones: enough for the noise of their medians
+MAX_BASELINE_BYTES = 2**22  # a larger file is no baseline
 
 
 def make_baseline(run: Run) -> dict[str, Any]:
     """Take down what the run was, and its last typical steps."""
-    last = np.flatnonzero(run.ordinary)[-MAX_STEPS:]
+    last = np.flatnonzero(run.ordinary)[-MAX_BASELINE_STEPS:]
     steps = []
     # numbered from 2, since the first step of a run is no ordinary one
     for number, at in enumerate(last.tolist(), 2):
@@ -80,9 +80,9 @@ def _to_whole(value: float) -> int | None:
 def unpack_baseline(path: Path, folder: Path) -> Path | None:
     """Make a run folder of the file's name in `folder`; None if the file is no baseline."""
     try:
-        if not path.is_file() or path.stat().st_size > MAX_BYTES:
+        if not path.is_file() or path.stat().st_size > MAX_BASELINE_BYTES:
             return None
-        text = read_foreign(path, MAX_BYTES)
+        text = read_foreign(path, MAX_BASELINE_BYTES)
         if not text.startswith(f'{{"{BASELINE}"'.encode()):  # before a trace is parsed for nothing
             return None
         content = json.loads(text)

@@ -11,12 +11,11 @@ from megatron_lite.analysis.intervals import Flags, Integers, Numbers
 from megatron_lite.analysis.run.run_results import RankMedians, Run
 from megatron_lite.analysis.time.time_results import RankTime
 from megatron_lite.analysis.trace.columns import Trace
-from megatron_lite.thresholds import MIN_BEFORE
+from megatron_lite.thresholds import MAX_BEFORE, MIN_BEFORE
 
-MAX_COMPARED = 50  # steps before a window, as many as the step times that they stand beside
 MIN_PER_BLOCK = 8  # steps: other programs get a core for several ms, which may be every few steps
-MAX_BLOCKS = 8
-MOSTLY = 0.5  # of what the window's steps take longer
+MAX_CORE_BLOCKS = 8
+MIN_SHARE_OF_CORES = 0.5  # of what the window's steps take longer
 NEARLY_EVERY = 0.9  # of the steps around the window
 
 
@@ -27,7 +26,7 @@ def measure_core_use(run: Run, chosen: Flags) -> CoreUse | None:
     steps = np.flatnonzero(chosen & has_time)
     if not len(steps):
         return None
-    number = min(MAX_BLOCKS, len(steps) // MIN_PER_BLOCK)
+    number = min(MAX_CORE_BLOCKS, len(steps) // MIN_PER_BLOCK)
     blocks = np.array_split(steps, max(1, number))
 
     def take_mean(column: Numbers) -> float | None:
@@ -166,7 +165,7 @@ class Slowdown:
         """Most of what the window's steps take longer was spent waiting for a core."""
         if self.more_wait_ms is None or self.lag_ms <= 0:
             return False
-        return self.more_wait_ms >= MOSTLY * self.lag_ms
+        return self.more_wait_ms >= MIN_SHARE_OF_CORES * self.lag_ms
 
 
 def measure_recording_ms(run: Run | None, time: RankTime) -> float:
@@ -191,7 +190,7 @@ def measure_slowdown(run: Run) -> Slowdown | None:
         return None
     inside = np.flatnonzero(run.profiled)
     before, _ = _find_around(run, inside)
-    before = before[-MAX_COMPARED:]
+    before = before[-MAX_BEFORE:]
     waits_ms = _measure_waits(run)
     wait_ms = _take_median(waits_ms[inside])
     wait_before_ms = _take_median(waits_ms[before])

@@ -8,9 +8,9 @@ from megatron_lite.analysis.intervals import Flags, Numbers
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.phases import Phase
 
-OTHER = "other"  # of a step that is in no phase
+OTHER_TIME = "other"  # of a step that is in no phase
 NO_CORE = "no core"
-ORDER = (*map(str, Phase), OTHER)
+ORDER = (*map(str, Phase), OTHER_TIME)
 NOT_OF_A_STEP = (Phase.EVAL.value, Phase.SAVE.value)
 
 
@@ -45,7 +45,7 @@ def measure_every_step(run: Run) -> EveryStep | None:
     if not run.ordinary.any() or not host_ms:
         return None
     in_phases_ms = np.sum(list(host_ms.values()), axis=0)
-    host_ms[OTHER] = np.maximum(run.training_ms - in_phases_ms, 0.0)
+    host_ms[OTHER_TIME] = np.maximum(run.training_ms - in_phases_ms, 0.0)
     rows = [_build_row(run, name, host_ms[name]) for name in sorted(host_ms, key=_find_place)]
     # what a thread waits between two steps is no part of either
     waits_ms = np.minimum(run.core_wait_ms, run.training_ms)

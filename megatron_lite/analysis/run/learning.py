@@ -9,17 +9,17 @@ from megatron_lite.analysis.intervals import Integers, Numbers
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.units import significant
 
-PART = 5  # the first and the last fifth of the losses are compared
+PARTS_OF_LOSSES = 5  # the first and the last fifth of the losses are compared
 MIN_LOSSES = 20
 MIN_CLIPPED = 10  # times --clip-grad: the flag, not the gradient, sets the step's size
 NEARLY_ALL = 0.95  # of the updates
 MIN_UPDATES = 10
-MAX_BLOCKS = 50  # losses are compared block by block
-MIN_BLOCKS = 3
-MIN_BLOCK = 10  # losses of one block
+MAX_LOSS_BLOCKS = 50  # losses are compared block by block
+MIN_LOSS_BLOCKS = 3
+MIN_BLOCK_LOSSES = 10  # losses of one block
 RISEN = 0.1  # from the lowest block to the last one, as a share of it
 RISEN_NOISE = 5.0  # the same in standard errors
-MAX_NAMED = 3  # iterations
+MAX_NAMED_ITERATIONS = 3  # iterations
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ def measure_learning(run: Run) -> Learning:
     not_finite = tuple(run.iterations[run.not_finite].tolist())
     falls, losses = _compare_losses(run)
     if not_finite:
-        some = ", ".join(map(str, not_finite[:MAX_NAMED]))
-        if len(not_finite) > MAX_NAMED:
+        some = ", ".join(map(str, not_finite[:MAX_NAMED_ITERATIONS]))
+        if len(not_finite) > MAX_NAMED_ITERATIONS:
             some += ", ..."
         losses = f"the loss was not finite in {len(not_finite):,} of {updates:,} updates (iteration {some})"
     nothing = ""
@@ -81,7 +81,7 @@ def _compare_losses(run: Run) -> tuple[bool | None, str]:
     losses = run.losses[_find_updates(run, run.losses)]
     if len(losses) < MIN_LOSSES:
         return None, ""
-    part = len(losses) // PART
+    part = len(losses) // PARTS_OF_LOSSES
     first = math.fsum(losses[:part]) / part
     last = math.fsum(losses[-part:]) / part
     falls = last < first
@@ -107,9 +107,9 @@ def _measure_clipping(run: Run) -> float | None:
 def describe_rise(run: Run) -> str:
     """Describe how far the loss has gone up again since it was lowest; '' where it has not, or that may be chance."""
     updates = _find_updates(run, run.losses)
-    length = max(len(updates) // MAX_BLOCKS, MIN_BLOCK)
+    length = max(len(updates) // MAX_LOSS_BLOCKS, MIN_BLOCK_LOSSES)
     number = len(updates) // length
-    if number < MIN_BLOCKS:
+    if number < MIN_LOSS_BLOCKS:
         return ""
     # the first ones that fill no block are left out
     blocks = updates[len(updates) - number * length :].reshape(number, length)

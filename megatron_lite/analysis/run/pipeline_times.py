@@ -20,7 +20,7 @@ from megatron_lite.pipeline_schedule import (
 if TYPE_CHECKING:
     from megatron_lite.analysis.run.run_results import Run
 
-MAX_ACTIONS = 3000  # of a chart
+MAX_CHART_ACTIONS = 3000  # of a chart
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def measure_pipeline(run: "Run") -> PipelineTimes | None:
         chunks=chunks,
         bubble=measure_bubble(len(stages), micro_batches, pieces),
         ideal_ms=ideal_ms,
-        actions=tuple(timed) if len(timed) <= MAX_ACTIONS else (),
+        actions=tuple(timed) if len(timed) <= MAX_CHART_ACTIONS else (),
     )
 
 

@@ -18,7 +18,7 @@ from megatron_lite.formats.failure_record import FailureRecord
 from megatron_lite.formats.file_names import RANKS_FILE, RUN_FILE, STEPS_FILE
 from megatron_lite.formats.run_record import Plan, RunRecord
 from megatron_lite.shared_files import read_foreign
-from megatron_lite.thresholds import GROWTH_PARTS, MIN_BEFORE, MIN_GROWTH_STEPS, steady_growth
+from megatron_lite.thresholds import GROWTH_PARTS, MAX_BEFORE, MIN_BEFORE, MIN_GROWTH_STEPS, steady_growth
 from megatron_lite.units import counted
 
 
@@ -97,8 +97,8 @@ def _read_lines(lines: StepLines) -> list[str]:
         return [f"{STEPS_FILE} cannot be opened ({error.strerror})."]
     notes = []
     if lines.unread:
-        some = ", ".join(map(str, lines.unread[:MAX_NAMED]))
-        if len(lines.unread) > MAX_NAMED:
+        some = ", ".join(map(str, lines.unread[:MAX_NAMED_LINES]))
+        if len(lines.unread) > MAX_NAMED_LINES:
             some += ", ..."
         notes.append(
             f"left out of {STEPS_FILE}: {counted(len(lines.unread), 'line')} that cannot be read (line {some})."
@@ -127,9 +127,8 @@ def _is_older(path: Path, record: RunRecord) -> bool:
 
 # --- how fast a run went: typical steps against the first and the profiled ones; tokens per second; model FLOPs
 
-MAX_COMPARED = 50  # steps before a window, as many as the trainer's own line about the profiler's slowdown
 MIN_FOR_SPREAD = 4
-MAX_NAMED = 3  # lines that cannot be read
+MAX_NAMED_LINES = 3  # lines that cannot be read
 
 
 def compute_speed(record: RunRecord, steps: Steps, starts_at_first: bool) -> tuple[dict[str, Any], list[str]]:
@@ -203,8 +202,8 @@ def _compare_profiled_steps(steps: Steps) -> dict[str, float | None]:
     if not len(inside):
         return {"profiled_step_ms": None, "before_profile_ms": None, "after_profile_ms": None}
     quiet = np.flatnonzero(steps.undisturbed)
-    before = quiet[quiet < inside[0]][-MAX_COMPARED:]
-    after = quiet[quiet > inside[-1]][:MAX_COMPARED]
+    before = quiet[quiet < inside[0]][-MAX_BEFORE:]
+    after = quiet[quiet > inside[-1]][:MAX_BEFORE]
     return {
         "profiled_step_ms": float(np.median(training_ms[inside])),
         "before_profile_ms": _compute_usual_step(training_ms[before]),

@@ -14,9 +14,9 @@ from megatron_lite.formats.run_record import RUN_SCHEMA, RunRecord
 from megatron_lite.process_state import is_there
 from megatron_lite.shared_files import read_foreign
 
-MAX_SAID = 2**64  # seeds are the largest numbers in run.json
-MAX_DEPTH = 32  # of groups in groups in run.json
-MAX_NAMED = 3  # fields that a note names
+MAX_RECORD_NUMBER = 2**64  # seeds are the largest numbers in run.json
+MAX_RECORD_DEPTH = 32  # of groups in groups in run.json
+MAX_NAMED_FIELDS = 3  # fields that a note names
 # what msgspec raises; the last of a key with half a character
 NOT_THIS_TYPE = (msgspec.ValidationError, OverflowError, UnicodeEncodeError)
 RUNNING = "running"
@@ -61,9 +61,9 @@ def _read_file(folder: Path) -> tuple[RunRecord | None, list[str]]:
     record, lost = convert_sound(values, RunRecord)
     notes = []
     if lost:
-        some = "; ".join(lost[:MAX_NAMED])
-        if len(lost) > MAX_NAMED:
-            some += f"; and {len(lost) - MAX_NAMED} more"
+        some = "; ".join(lost[:MAX_NAMED_FIELDS])
+        if len(lost) > MAX_NAMED_FIELDS:
+            some += f"; and {len(lost) - MAX_NAMED_FIELDS} more"
         notes.append(f"{RUN_FILE} is damaged, and what is damaged counts as unknown: {some}.")
     if record.schema != RUN_SCHEMA:
         has = f"{RUN_FILE} has schema {values.get('schema')!r}"
@@ -146,13 +146,13 @@ def _is_partial(kind: Any) -> bool:
 
 def _keep_possible(value: Any, depth: int = 0) -> Any:
     """The value with None in the place of each number that no run can have said, and of what lies too deep."""
-    if depth > MAX_DEPTH:
+    if depth > MAX_RECORD_DEPTH:
         return None
     if isinstance(value, dict):
         return {name: _keep_possible(part, depth + 1) for name, part in value.items()}
     if isinstance(value, list):
         return [_keep_possible(part, depth + 1) for part in value]
     # NaN is in no range
-    if isinstance(value, int | float) and not -MAX_SAID < value < MAX_SAID:
+    if isinstance(value, int | float) and not -MAX_RECORD_NUMBER < value < MAX_RECORD_NUMBER:
         return None
     return value

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_lite.analysis.intervals import Flags, Integers, Numbers
-from megatron_lite.analysis.run.every_step import OTHER
+from megatron_lite.analysis.run.every_step import OTHER_TIME
 from megatron_lite.analysis.run.run_results import Run
 
 MIN_TYPICAL_STEPS = 12  # fewer show no pattern
@@ -17,7 +17,7 @@ SLOW = 1.5  # times the median step
 ABOVE_SPREAD = 5.0  # interquartile ranges above the median, that a slow step must be
 MIN_SLOW_STEPS = 2  # a single one is no pattern
 MAX_SLOW_SHARE = 0.4  # of the steps: more are no exception
-EXPLAINED = 0.6  # of what slow steps take more, that a phase must be to be where it arises
+MIN_SLOW_PHASE_SHARE = 0.6  # of what slow steps take more, that a phase must be to be where it arises
 MIN_LONGER = 0.10  # of the first quarter's median, by which the last one's must be longer
 LONGER_SPREADS = 2.0  # medians of the quarters' interquartile ranges, that it must be longer by
 
@@ -185,8 +185,8 @@ def _find_growing_phase(
         excess_ms: how much longer they take.
 
     Returns:
-        Its name, OTHER for what is in no phase, and how much longer it takes, ms; ("", 0) where no one explains it,
-        or only if it does not hold what these steps wait longer for a core.
+        Its name, OTHER_TIME for what is in no phase, and how much longer it takes, ms; ("", 0) where no one
+        explains it, or only if it does not hold what these steps wait longer for a core.
     """
     names = list(run.phases_ms)
     if not names:
@@ -198,13 +198,13 @@ def _find_growing_phase(
         by_phase[name] = np.nan_to_num(clock[name])
     whole_ms = run.gpu_ms if on_gpu else run.training_ms
     in_phases_ms = np.sum(list(by_phase.values()), axis=0)
-    by_phase[OTHER] = np.maximum(whole_ms - in_phases_ms, 0.0)
+    by_phase[OTHER_TIME] = np.maximum(whole_ms - in_phases_ms, 0.0)
     grown = {name: _measure_growth(ms, usual, longer) for name, ms in by_phase.items()}
     most = max(grown, key=lambda name: grown[name])
     waits_ms = _measure_growth(_measure_waits(run, on_gpu), usual, longer)
     # no step says in which phase it waited: all of it may be in this one
     at_least_ms = grown[most] - max(waits_ms, 0.0)
-    if at_least_ms < EXPLAINED * excess_ms:
+    if at_least_ms < MIN_SLOW_PHASE_SHARE * excess_ms:
         return "", 0.0
     return most, grown[most]
 

@@ -28,8 +28,8 @@ from megatron_lite.shared_files import open_foreign
 
 TOO_LARGE = 2**32  # for an unsigned number of four bytes
 NOT_GIVEN = -math.inf  # of a loss: null stands for one that is NaN or Inf
-BATCH = 500  # lines that are read before their numbers are moved into columns
-MAX_RANK_NUMBERS = 2**18  # of console lines that are kept; of longer runs evenly chosen lines
+LINES_PER_BATCH = 500  # lines that are read before their numbers are moved into columns
+MAX_KEPT_RANK_NUMBERS = 2**18  # of console lines that are kept; of longer runs evenly chosen lines
 MIN_RANK_LINES = 32  # that are kept of any number of ranks before some are left out
 RECENT = 8  # console lines, as many as the trainer asks before it names a slow rank
 
@@ -245,7 +245,7 @@ class StepLines:
                 cursor.last_step = line.step
                 cursor.local = line.local
                 pending.append(line)
-                if len(pending) >= BATCH:
+                if len(pending) >= LINES_PER_BATCH:
                     self._add_steps(pending)
                     pending.clear()
                 cursor.pass_line(text)
@@ -305,7 +305,7 @@ class StepLines:
             self._begin_ranks()
         self._ranks.append(line)
         lists = LISTS_OF_INTERVAL + len(line.phases_ms) + len(line.gpu_phases_ms)
-        most = MAX_RANK_NUMBERS // (ranks * lists)
+        most = MAX_KEPT_RANK_NUMBERS // (ranks * lists)
         if len(self._ranks) > max(most, MIN_RANK_LINES):
             del self._ranks[1::2]
             self.every *= 2

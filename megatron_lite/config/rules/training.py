@@ -9,7 +9,7 @@ from megatron_lite.config.plan import parse_batch_steps
 from megatron_lite.config.world import World
 from megatron_lite.units import significant
 
-MAX_SAMPLES = 2**53
+MAX_TRAINING_SAMPLES = 2**53
 
 
 def training_rules(args: Args, world: World) -> Iterator[str]:
@@ -26,8 +26,8 @@ def training_rules(args: Args, world: World) -> Iterator[str]:
     batch = max(t.global_batch_size or per_pass, 1)
     evaluations = w.count_validations(t.train_iters or 0) + 1
     for name, value, times in (("--train-iters", t.train_iters or 0, 1), ("--eval-iters", w.eval_iters, evaluations)):
-        if value * times * batch > MAX_SAMPLES:
-            at_most = f"at most 2^53 = {MAX_SAMPLES} can be counted"
+        if value * times * batch > MAX_TRAINING_SAMPLES:
+            at_most = f"at most 2^53 = {MAX_TRAINING_SAMPLES} can be counted"
             yield f"{name} {value}: makes {value * times * batch} samples in all; {at_most}, lower it."
     yield from _check_batches(args, data_ranks, per_pass)
     if t.exit_signal not in set(signal.Signals.__members__) - {"SIGKILL", "SIGSTOP"}:

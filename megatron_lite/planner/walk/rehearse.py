@@ -37,7 +37,7 @@ from megatron_lite.planner.walk.tracker import CollectiveCounter, RehearsalTrack
 from megatron_lite.train.build_replica import build_replica
 from megatron_lite.train.step import BatchMaker, TrainingStep
 
-MAX_EVENTS = 10_000_000
+MAX_WALK_EVENTS = 10_000_000
 SIMULATED = "rehearsed without data; addresses and segments are where CUDA's caching allocator would put them"
 END_OF_DOCUMENT = 0  # any id: nothing is read
 Step = Callable[[BeginPhase], object]  # does one training step, whose parts it marks
@@ -122,7 +122,7 @@ def walk(
         cublaslt_workspace: Bytes that cuBLASLt keeps for itself, on cuda; 0 where it shares cuBLAS'.
     """
     place = StepMarks()
-    tracker = RehearsalTracker(place, MAX_EVENTS, collectives or CollectiveCounter())
+    tracker = RehearsalTracker(place, MAX_WALK_EVENTS, collectives or CollectiveCounter())
     hooks = ModuleHooks(place, in_backward=False)
     # operations that torch has no rule for fail; it would run them on real memory of the same size
     without_data = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)

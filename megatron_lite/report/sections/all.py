@@ -26,8 +26,8 @@ from megatron_lite.units import count, counted, significant, size
 
 # --- findings, most costly first: what, cost, evidence, what to try, what it can bring at most
 
-MAX_IN_FULL = 3  # findings with evidence and advice
-MAX_NAMED = 7
+MAX_FULL_FINDINGS = 3  # findings with evidence and advice
+MAX_NAMED_PARTS = 7
 MAX_EVIDENCE = 2  # of the first finding; the others have one
 
 
@@ -37,7 +37,7 @@ def findings_section(report: Report, everything: bool) -> Section | None:
         return None
     if not report.findings:
         return Section("findings", "Findings", "", [Lines(["none: no rule found a cause worth naming"])])
-    shown, hidden = limit_rows(report.findings, MAX_NAMED, everything)
+    shown, hidden = limit_rows(report.findings, MAX_NAMED_PARTS, everything)
     blocks: list[Block] = []
     for number, finding in enumerate(shown, 1):
         blocks.append(_build_card(number, finding, report, everything))
@@ -73,7 +73,7 @@ def _build_card(number: int, finding: Finding, report: Report, everything: bool)
         cost=_format_cost(finding.cost_ms, finding.cost_bytes, finding.once_ms),
         evidence=evidence,
         advice=_describe_advice(finding),
-        in_full=everything or number <= MAX_IN_FULL,
+        in_full=everything or number <= MAX_FULL_FINDINGS,
         shown_in=page.subjects if page else (),
     )
 
@@ -110,8 +110,8 @@ def _format_cost(cost_ms: float | None, cost_bytes: int | None, once_ms: float |
 
 # --- ranks beside each other: who waits for whom, and what communication costs
 
-MAX_RANKS = 4  # rows
-MAX_COLLECTIVES = 2  # rows
+MAX_RANK_ROWS = 4  # rows
+MAX_COLLECTIVE_ROWS = 2  # rows
 MAX_MISSING = 8  # ranks that are named
 MIN_GB_S = 0.001
 CAUSES = {
@@ -146,9 +146,9 @@ def ranks_section(report: Report, everything: bool) -> Section | None:
     if ranks is None or len(ranks.rows) < 2:
         return None
     rows = list(ranks.rows)
-    if not everything and len(rows) > MAX_RANKS:
+    if not everything and len(rows) > MAX_RANK_ROWS:
         awaited = sorted(rows, key=lambda row: -(row.caused_wait_ms or 0.0))
-        kept = awaited[: MAX_RANKS // 2] + awaited[-(MAX_RANKS // 2) :]
+        kept = awaited[: MAX_RANK_ROWS // 2] + awaited[-(MAX_RANK_ROWS // 2) :]
         rows = [row for row in rows if row in kept]
     texts = []
     if ranks.straggler is not None:
@@ -203,7 +203,7 @@ def pipeline_section(report: Report, everything: bool) -> Section | None:
         return None
     step_ms = max(stage.own_ms + stage.wait_ms for stage in found.stages)
     write = partial(milliseconds, of=step_ms)
-    shown, hidden = limit_rows(found.stages, MAX_RANKS, everything)
+    shown, hidden = limit_rows(found.stages, MAX_RANK_ROWS, everything)
     rows = []
     for stage in shown:
         rows.append(
@@ -250,7 +250,7 @@ def collectives_section(report: Report, everything: bool) -> Section | None:
     ranks = report.facts.ranks
     if ranks is None or not ranks.collectives:
         return None
-    shown, hidden = limit_rows(ranks.collectives, MAX_COLLECTIVES, everything)
+    shown, hidden = limit_rows(ranks.collectives, MAX_COLLECTIVE_ROWS, everything)
     write = partial(milliseconds, of=max(row.kernel_ms for row in shown))
     has_groups = len(ranks.groups) > 1
     body = []

@@ -10,7 +10,7 @@ from megatron_lite.report.section import FAILED, NOT_VISIBLE, PASSED, Block, Che
 from megatron_lite.report.text import write_evidence
 
 KEY = "checked"
-MAX_REASONS = 3  # of an answer in full
+MAX_ANSWER_REASONS = 3  # of an answer in full
 WORDS = {CheckResult.PASSED: PASSED, CheckResult.FAILED: FAILED, CheckResult.NOT_VISIBLE: NOT_VISIBLE}
 VERBS = {CheckResult.PASSED: "", CheckResult.FAILED: "try: ", CheckResult.NOT_VISIBLE: "to see it: "}
 
@@ -43,7 +43,7 @@ def build_checked_section(
 
 def _build_card(check: Check, has_one_rank: bool, in_full: bool, everything: bool) -> CheckCard:
     """Build what is shown of a check; for the arguments see build_checked_section."""
-    shown = check.evidence if everything else check.evidence[:MAX_REASONS]
+    shown = check.evidence if everything else check.evidence[:MAX_ANSWER_REASONS]
     return CheckCard(
         number=check.number,
         answer=WORDS[check.answer],

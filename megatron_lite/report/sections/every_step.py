@@ -4,7 +4,7 @@ from functools import partial
 
 from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.run.every_step import NO_CORE, EveryStepRow
-from megatron_lite.report.section import Lines, Section, Table
+from megatron_lite.report.section import READS_AS_ZERO, Lines, Section, Table
 from megatron_lite.report.text import milliseconds, percent, share
 
 TITLES = {
@@ -14,7 +14,6 @@ TITLES = {
     "other": "in no phase",
     NO_CORE: "included: waiting for a CPU core",
 }
-NOTHING = 0.0005  # of a step: its number would read 0
 
 
 def every_step_section(report: Report, everything: bool) -> Section | None:
@@ -65,5 +64,5 @@ def every_step_section(report: Report, everything: bool) -> Section | None:
 
 def _is_shown(row: EveryStepRow, step_ms: float) -> bool:
     """Tell whether a phase takes enough of a step to be shown without --all."""
-    least = NOTHING * step_ms
+    least = READS_AS_ZERO * step_ms
     return row.ms > least or (row.profiled_ms or 0.0) > least

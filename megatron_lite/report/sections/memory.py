@@ -11,13 +11,13 @@ from megatron_lite.report.sections.step import name_rank
 from megatron_lite.report.text import milliseconds, percent
 from megatron_lite.units import count, counted, size
 
-MAX_SITES = 2  # lines of code
-MAX_LAYERS = 1
+MAX_CODE_ROWS = 2  # lines of code
+MAX_LAYER_ROWS = 1
 MAX_OTHERS = 8  # snapshots, ranks or pools
 MAX_GROWING = 1  # lines of code
-SMALL = 0.01  # of the peak: such categories share a row
+MAX_SMALL_SHARE = 0.01  # of the peak: such categories share a row
 DIFFERS = 0.10  # of the formula: a category that the terminal shows although the rest agrees
-OTHERS = "others"
+OTHER_CATEGORIES = "others"
 RECORD_BY_FLAG = "--record-memory-history"
 RECORD_BY_WATCH = "megatron-lite watch --memory"
 
@@ -60,20 +60,20 @@ def _describe_peak(snapshot: Snapshot) -> str:
 def _build_holders(snapshot: Snapshot) -> Block:
     """Build the table of what holds the peak, by category; small categories share a row."""
     peak_bytes = snapshot.peak_bytes
-    least_bytes = SMALL * peak_bytes
+    least_bytes = MAX_SMALL_SHARE * peak_bytes
     held = []
     if least_bytes > 0:
         held = [(part.category, part.num_bytes) for part in snapshot.held if part.num_bytes >= least_bytes]
     rest_bytes = peak_bytes - sum(num_bytes for _, num_bytes in held)
     if rest_bytes > 0:
-        held.append((OTHERS, rest_bytes))
+        held.append((OTHER_CATEGORIES, rest_bytes))
     colors = [palette.HELD.get(category, palette.GREY) for category, _ in held]
     return build_share_table(held, peak_bytes, size, colors)
 
 
 def _build_sites(snapshot: Snapshot, everything: bool) -> Table:
     """The lines of code whose allocations hold most of the peak."""
-    shown, hidden = limit_rows(snapshot.sites, MAX_SITES, everything)
+    shown, hidden = limit_rows(snapshot.sites, MAX_CODE_ROWS, everything)
     rows = []
     for site in shown:
         held = size(site.num_bytes)
@@ -187,7 +187,7 @@ def _describe_layers(snapshot: Snapshot, everything: bool) -> str:
         return line
     if everything:
         return f"{line}; {_name_layers(layers)}"
-    largest = sorted(layers, key=lambda layer: -layer.num_bytes)[:MAX_LAYERS]
+    largest = sorted(layers, key=lambda layer: -layer.num_bytes)[:MAX_LAYER_ROWS]
     return f"{line}; most in {_name_layers(largest)}"
 
 
@@ -272,7 +272,7 @@ def prediction_section(report: Report, everything: bool) -> Section | None:
 
 def _compare_memory(memory: ComparedMemory, everything: bool) -> list[Block]:
     """Predicted and measured bytes of each category at the peak; small categories share a row unless all are wanted."""
-    least = 0 if everything else SMALL * memory.peak.measured
+    least = 0 if everything else MAX_SMALL_SHARE * memory.peak.measured
     rows = []
     # bytes of the small categories
     predicted: float = 0
@@ -286,7 +286,7 @@ def _compare_memory(memory: ComparedMemory, everything: bool) -> list[Block]:
             predicted += row.predicted
             measured += row.measured
     if has_small:
-        rows.append([OTHERS, size(predicted), size(measured), ""])
+        rows.append([OTHER_CATEGORIES, size(predicted), size(measured), ""])
     rows.append(_build_memory_row(memory.peak))
     where = f"the peak was predicted at {memory.predicted_at}"
     if memory.measured_in:

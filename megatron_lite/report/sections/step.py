@@ -10,18 +10,17 @@ from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.time.time_results import ROW_TITLES, PhaseTime, RankTime, SyncSite
 from megatron_lite.report import palette
-from megatron_lite.report.section import Lines, Section, Table, build_share_table, limit_rows
+from megatron_lite.report.section import READS_AS_ZERO, Lines, Section, Table, build_share_table, limit_rows
 from megatron_lite.report.text import calls, fit, flops, milliseconds, percent, share
 from megatron_lite.units import significant
 
-NOTHING = 0.0005  # of a step: its number would read 0
 TITLES_ON_CPU = {
     "compute": "operators",
     "exposed_communication": "waiting for communication",
     "host": "Python between operators",
     "sync": "synchronization",
 }
-MAX_SITES = 1
+MAX_SITE_ROWS = 1
 MIN_SHARE_OF_SITE = 0.02  # of a step
 
 
@@ -77,7 +76,7 @@ def _build_row_table(time: RankTime) -> Table:
 
 def _order_rows(time: RankTime) -> list[str]:
     """Order the rows of a step: compute, losses by size, the unexplained; those of next to no time are left out."""
-    least_ms = NOTHING * time.step_ms
+    least_ms = READS_AS_ZERO * time.step_ms
     losses = [row for row, ms in time.rows.items() if ms > least_ms and row not in ("compute", "unexplained")]
     order = ["compute", *sorted(losses, key=lambda row: -time.rows[row])]
     # it is below zero where the other rows sum to more than the step
@@ -105,7 +104,7 @@ def _describe_device_work(time: RankTime) -> list[str]:
 def _describe_sites(time: RankTime, everything: bool) -> list[str]:
     """Write where the host waits and works, with the device's idle time that it costs; without a device the host's."""
     least_ms = -1.0 if everything else MIN_SHARE_OF_SITE * time.step_ms
-    most = None if everything else MAX_SITES
+    most = None if everything else MAX_SITE_ROWS
     syncs = []
     for site in time.syncs:
         ms = site.idle_ms if time.on_gpu else site.host_ms
@@ -136,7 +135,7 @@ def _describe_sync(site: SyncSite, time: RankTime) -> str:
 
 # --- phases: host time beside device time. The labels of a CPU timeline say where the host waited, not what costs
 
-MAX_PHASES = 6
+MAX_PHASE_ROWS = 6
 MIN_SHARE_OF_PHASE = 0.003  # of a step
 
 
@@ -150,7 +149,7 @@ def phases_section(report: Report, everything: bool) -> Section | None:
     least_ms = 0.0 if everything else MIN_SHARE_OF_PHASE * time.step_ms
     long_enough = [phase for phase in time.phases if _measure_longer(phase) >= least_ms]
     longest = sorted(long_enough, key=lambda phase: -_measure_longer(phase))
-    shown, hidden = limit_rows(longest, MAX_PHASES, everything)
+    shown, hidden = limit_rows(longest, MAX_PHASE_ROWS, everything)
     hidden += len(time.phases) - len(long_enough)
     head = ["phase", "time", "operators", "communication"]
     unit = "ms per step"
@@ -194,7 +193,7 @@ def _build_phase_row(phase: PhaseTime, time: RankTime) -> list[str]:
 # --- what runs: kernels by role, the largest ones, operators
 
 MAX_ROLES = 3  # rows
-MAX_KERNELS = 3  # rows
+MAX_KERNEL_ROWS = 3  # rows
 MAX_OPERATORS = 3  # rows
 
 
@@ -204,7 +203,7 @@ def kernels_section(report: Report, everything: bool) -> Section | None:
     if rank is None or not rank.time.on_gpu or not rank.kernels.device_ms:
         return None
     kernels = rank.kernels
-    shown, hidden = limit_rows(kernels.rows, MAX_KERNELS, everything)
+    shown, hidden = limit_rows(kernels.rows, MAX_KERNEL_ROWS, everything)
     rows = []
     for row in shown:
         rows.append(
@@ -284,7 +283,7 @@ def operators_section(report: Report, everything: bool) -> Section | None:
 
 # --- speed of light: how far from what the hardware can do, and where the most is lost
 
-MAX_SHAPES = 2
+MAX_SHAPE_ROWS = 2
 MIN_SHARE_OF_SHAPE = 0.01  # of a step
 OPERATOR_WIDTH = 16  # of the terminal's columns: a shape that is cut says nothing
 
@@ -343,7 +342,7 @@ def _describe_peak(kernels: RankKernels) -> str:
 
 def _build_shape_table(rows: Sequence[RooflineRow], everything: bool) -> Table:
     """Build a row per operator and shape: its time, the least time that the hardware allows, and its rates."""
-    shown, hidden = limit_rows(rows, MAX_SHAPES, everything)
+    shown, hidden = limit_rows(rows, MAX_SHAPE_ROWS, everything)
     largest_ms = max(row.ms for row in shown)
     head = [
         "operator",
