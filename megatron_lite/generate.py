@@ -83,7 +83,9 @@ class Generator(GPT):
         groups = k_BGTD.shape[1]
         q_BGKD = q_BNTD.squeeze(2).unflatten(1, (groups, -1))
         first = 0 if window is None else max(end - 1 - window, 0)
-        out_BGKD = F.scaled_dot_product_attention(q_BGKD, keys[:, :, first:end], values[:, :, first:end])
+        seen_keys = keys[:, :, first:end]
+        seen_values = values[:, :, first:end]
+        out_BGKD = F.scaled_dot_product_attention(q_BGKD, seen_keys, seen_values)
         return out_BGKD.flatten(1, 2).unsqueeze(2)
 
 
@@ -134,7 +136,8 @@ def load_generator(
     else:
         held = stored.names()
         # a checkpoint of a run without them has no biases of experts
-        stored.read_into({name: weight for name, weight in weights.items() if name in parameters or name in held})
+        wanted = [name for name in weights if name in parameters or name in held]
+        stored.read_into({name: weights[name] for name in wanted})
     return model, record, flags
 
 
@@ -229,7 +232,8 @@ def generate(
     for at in range(shortest, total):
         due = text.list_due(at)
         if due:
-            drawn_B = draw(logits_BV[due, :vocab_size], sampling, [generators[row] for row in due])
+            own_generators = [generators[row] for row in due]
+            drawn_B = draw(logits_BV[due, :vocab_size], sampling, own_generators)
             text.write(at, due, drawn_B.tolist())
         if not text.open_rows:
             break
@@ -240,7 +244,7 @@ def generate(
         continuations=text.continuations,
         prefill_tokens=shortest * len(prompts),
         prefill_s=read - began,
-        decode_tokens=sum(map(len, text.continuations)),
+        decode_tokens=text.count_tokens(),
         decode_s=time.perf_counter() - read,
         cache_tokens=total,
         cache_bytes=model.cache.nbytes,
@@ -277,6 +281,10 @@ class _Continuations:
     def list_due(self, at: int) -> list[int]:
         """The texts whose token at this position is to be drawn; others have it from their prompt, or have ended."""
         return [row for row in sorted(self.open_rows) if at >= self._lengths[row]]
+
+    def count_tokens(self) -> int:
+        """Tokens of all continuations."""
+        return sum(len(own) for own in self.continuations)
 
     def write(self, at: int, rows: Sequence[int], tokens: Sequence[int]) -> None:
         """Add a token to each of some texts.

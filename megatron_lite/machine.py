@@ -63,7 +63,10 @@ def read_processor() -> Mapping[str, str]:
 
 def count_gpu_files() -> int:
     """GPUs that have a file in /dev, found without torch; 1 where a driver shows all of them as one file."""
-    return len(list(Path("/dev").glob("nvidia[0-9]*"))) or int(any(map(os.path.exists, ("/dev/kfd", "/dev/dxg"))))
+    files = list(Path("/dev").glob("nvidia[0-9]*"))
+    if files:
+        return len(files)
+    return int(os.path.exists("/dev/kfd") or os.path.exists("/dev/dxg"))
 
 
 def find_missing_compiler(on_gpu: bool, environ: Mapping[str, str]) -> str:
@@ -104,15 +107,18 @@ def read_limits(root: Path, membership: Path) -> tuple[float | None, int | None]
         Cores and bytes; None for no limit.
     """
     of_version_2 = re.search(r"^0::(.*)$", _read(membership), re.MULTILINE)
-    parts = [part for part in (of_version_2[1] if of_version_2 else "").split("/") if part not in ("", "..")]
+    path = of_version_2[1] if of_version_2 else ""
+    parts = [part for part in path.split("/") if part not in ("", "..")]
     groups = [root / "/".join(parts[:number]) for number in range(len(parts) + 1)]
     quotas = [_read(group / "cpu.max") for group in groups]  # '200000 100000', 'max 100000'
     quotas.append(f"{_read(root / 'cpu/cpu.cfs_quota_us')} {_read(root / 'cpu/cpu.cfs_period_us')}")
     pairs = [[int(word) for word in quota.split() if word.isdigit()] for quota in quotas]
-    memory = [_read(group / "memory.max") for group in groups] + [_read(root / "memory/memory.limit_in_bytes")]
-    granted = [int(limit) for limit in memory if limit.strip().isdigit()]
-    cores = (pair[0] / pair[1] for pair in pairs if len(pair) == 2 and all(pair))
-    return min(cores, default=None), min((limit for limit in granted if 0 < limit < UNLIMITED), default=None)
+    cores = [pair[0] / pair[1] for pair in pairs if len(pair) == 2 and all(pair)]
+    limits = [_read(group / "memory.max") for group in groups]
+    limits.append(_read(root / "memory/memory.limit_in_bytes"))
+    granted = [int(limit) for limit in limits if limit.strip().isdigit()]
+    limited = [limit for limit in granted if 0 < limit < UNLIMITED]
+    return min(cores, default=None), min(limited, default=None)
 
 
 def _read(path: Path) -> str:

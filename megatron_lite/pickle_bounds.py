@@ -132,7 +132,9 @@ def _skip(data: bytes, at: int) -> int:
 
 def _put_weighing(data: bytes, start: int, places: _Places) -> bytes:
     """The pickle as one frame, which is read faster, and with WEIGH behind each tuple."""
-    cuts = sorted([(at, at) for at in places.behind_tuples] + [(at, at + FRAME_BYTES) for at in places.frames])
+    behind_tuples = [(at, at) for at in places.behind_tuples]
+    frames = [(at, at + FRAME_BYTES) for at in places.frames]
+    cuts = sorted(behind_tuples + frames)
     pieces = []
     at = start
     for before, behind_cut in cuts:
@@ -232,7 +234,9 @@ class _Trial(BoundedUnpickler):
     def count(self, given: tuple[object, ...]) -> None:
         """PickleBoundError if all calls together are given too much."""
         self._walked += len(given)
-        self._walked += sum(len(part) for part in given if isinstance(part, list | dict | set | frozenset | tuple))
+        for part in given:
+            if isinstance(part, list | dict | set | frozenset | tuple):
+                self._walked += len(part)
         if self._walked > self._max_parts:
             raise PickleBoundError("it asks for more calls than its size explains")
 

@@ -136,10 +136,16 @@ def check_weights_move(model: nn.Module, step: Step) -> None:
     wrong = [name for name, p in named.items() if not bool(torch.isfinite(p).all())]
     cause = "too large a learning rate, or an optimizer that steps on gradients with NaN"
     _require(not wrong, f"NaN or Inf in {_list_names(wrong)} after one step", "finite weights", cause)
-    still = [name for name, p in named.items() if p.requires_grad and torch.equal(p, before[name])]
+    still = []
+    moved = []
+    for name, parameter in named.items():
+        is_same = torch.equal(parameter, before[name])
+        if parameter.requires_grad and is_same:
+            still.append(name)
+        elif not parameter.requires_grad and not is_same:
+            moved.append(name)
     cause = "the optimizer was not given them, they have no gradient, or the learning rate is 0"
     _require(not still, f"one step left {_list_names(still)} as before", "every trainable parameter to change", cause)
-    moved = [name for name, p in named.items() if not p.requires_grad and not torch.equal(p, before[name])]
     cause = "they were frozen after their gradient was there, or are written elsewhere"
     _require(not moved, f"one step changed {_list_names(moved)}", "frozen parameters to stay", cause)
 

@@ -86,7 +86,8 @@ def split_shares(split: str) -> list[float]:
     """
     words = [word for word in re.split(r"[,;:/\s'\"`()\[\]{}]+", split) if word]
     shares = [float(word) if is_number(word) else math.nan for word in words]
-    if not 1 <= len(shares) <= 3 or not all(0 <= share < math.inf for share in shares) or sum(shares) == 0:
+    are_sound = all(0 <= share < math.inf for share in shares) and sum(shares) > 0
+    if not are_sound or len(shares) > 3:
         raise DataError(f"--split {split}: needs one to three numbers, none negative, not all 0; for example 969,30,1")
     return shares + [0.0] * (3 - len(shares))
 

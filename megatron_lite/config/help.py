@@ -64,8 +64,12 @@ def describe_default(flag: Flag) -> str:
     """Spell the default of a flag as a command line has it; "" for a switch and where nothing is set."""
     if flag.is_switch or flag.default in (None, (), ""):
         return ""
-    shown = flag.default if flag.many else (flag.default,)
-    return " ".join(str(int(x)) if isinstance(x, float) and x > 1 else str(x) for x in shown)
+    values = flag.default if flag.many else (flag.default,)
+    shown = []
+    for value in values:
+        is_large = isinstance(value, float) and value > 1
+        shown.append(str(int(value) if is_large else value))
+    return " ".join(shown)
 
 
 def _describe(flag: Flag, width: int) -> str:

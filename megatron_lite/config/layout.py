@@ -271,25 +271,24 @@ def count_chunk_layers(parallel: ParallelArgs, num_layers: int) -> list[list[int
         return [counts[first : first + stages] for first in range(0, len(counts), stages)]
     chunks = count_chunks(parallel, num_layers)
     embedding, loss = count_accounted(parallel)
-    of_stages = _divide_evenly(parallel, num_layers + embedding + loss)
+    of_stages = count_whole_stages(parallel, num_layers)
     of_chunks = [[number // chunks for number in of_stages] for _ in range(chunks)]
     of_chunks[0][0] -= embedding
     of_chunks[-1][-1] -= loss
     return of_chunks
 
 
-def _divide_evenly(parallel: ParallelArgs, num_layers: int) -> list[int]:
-    """Numbers of layers of two or more stages: as many each, but for a first or last stage whose number a flag gives.
+def count_whole_stages(parallel: ParallelArgs, num_layers: int) -> list[int]:
+    """Numbers of layers of two or more stages, before they are cut into chunks.
 
-    Args:
-        parallel: The flags.
-        num_layers: Layers of the model, with what embedding and loss count as.
+    Stages have as many each, but for a first or last one whose number a flag gives. The embedding and the loss are
+    among them where flags count them as layers.
     """
     stages = parallel.pipeline_model_parallel_size
     first = parallel.decoder_first_pipeline_num_layers
     last = parallel.decoder_last_pipeline_num_layers
     given = [number for number in (first, last) if number is not None]
-    left = num_layers - sum(given)
+    left = num_layers + sum(count_accounted(parallel)) - sum(given)
     each = left // max(stages - len(given), 1)
     numbers = [each] * stages
     if first is not None:

@@ -136,7 +136,8 @@ def parse_batch_steps(text: str, seq_length: int) -> tuple[tuple[int, int], ...]
         tokens, size = (_read_number(word) for word in entry.split(":"))
         steps.append((tokens // seq_length, size))
     starts = [first for first, _ in steps]
-    if not steps or starts[0] != 0 or starts != sorted(set(starts)) or min(size for _, size in steps) < 1:
+    is_in_order = starts[:1] == [0] and starts == sorted(set(starts))
+    if not is_in_order or any(size < 1 for _, size in steps):
         raise ValueError(text)
     return tuple(steps)
 
@@ -394,7 +395,8 @@ def list_stage_kinds(plan: Plan) -> list[tuple[Plan, int]]:
     # the layers of each chunk, stage by stage
     sizes_of_stages = zip(*count_chunk_layers(plan.args.parallel, plan.args.model.num_layers))
     for rank, sizes in zip(ranks, sizes_of_stages):
-        found.setdefault((sizes, rank == ranks[0], rank == ranks[-1]), []).append(rank)
+        kind = (sizes, rank == ranks[0], rank == ranks[-1])
+        found.setdefault(kind, []).append(rank)
     return [(_plan_rank(plan, alike[0]), len(alike)) for alike in found.values()]
 
 

@@ -85,8 +85,10 @@ class Case:
 
     @property
     def awaited(self) -> list[int]:
-        """The ranks for which the asking rank waits in the end: a rank that has not begun what it waits in may wait
-        itself, for others in another group."""
+        """The ranks for which the asking rank waits in the end.
+
+        A rank that has not begun what it waits in may wait itself, for others in another group.
+        """
         awaited: tuple[str, int, tuple[int, ...]] = (DEFAULT, self.posts[self.rank].begun, ())
         if self.operation is not None:
             awaited = self.operation.awaited
@@ -188,7 +190,8 @@ def classify_rank(case: Case, rank: int) -> str | None:
     if not post.answers:
         return "silent"
     # a rank whose time is over closes its connections, with which others fail whose time is nearly over
-    is_late = case.reason == LATE_RANK or (case.reason == CLOSED and post.phase_s >= MIN_STUCK * case.limit_s)
+    has_waited_long = post.phase_s >= MIN_STUCK * case.limit_s
+    is_late = case.reason == LATE_RANK or (case.reason == CLOSED and has_waited_long)
     return "behind" if is_late and rank in case.awaited else None
 
 

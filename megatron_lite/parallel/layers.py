@@ -94,10 +94,14 @@ def compile_layers(layers: Iterable[TransformerLayer], backend: str, graphs: int
 
 
 def gelu_as_sigmoid(x: Tensor) -> Tensor:
-    """GELU by gelu_tanh's formula, which inductor fuses; of torch's own function it would keep the tanh, which is slow
-    on CPUs."""
+    """GELU by gelu_tanh's formula, which inductor fuses.
+
+    Of torch's own function it would keep the tanh, which is slow on CPUs.
+    """
     wide = x.float()
-    return (wide * torch.sigmoid(GELU_SCALE * wide * (1 + GELU_CUBIC * wide * wide))).to(x.dtype)
+    inner = GELU_SCALE * wide * (1 + GELU_CUBIC * wide * wide)
+    active = wide * torch.sigmoid(inner)
+    return active.to(x.dtype)
 
 
 def compile_function(function: Callable[Arguments, Result], backend: str) -> Callable[Arguments, Result]:

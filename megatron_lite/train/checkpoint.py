@@ -230,8 +230,10 @@ class Checkpoints:
 
     def _gather(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Gather all ranks' tensors on the first rank; those that it did not hold whole are on the host. Collective."""
-        parts = {name: self._parts.get(name) or whole_part(tuple(tensor.shape)) for name, tensor in tensors.items()}
-        mine = {name: (part, tensors[name].dtype) for name, part in parts.items()}
+        mine: dict[str, tuple[Part, torch.dtype]] = {}
+        for name, tensor in tensors.items():
+            part = self._parts.get(name) or whole_part(tuple(tensor.shape))
+            mine[name] = (part, tensor.dtype)
         everyones: list[dict[str, tuple[Part, torch.dtype]]] = [{} for _ in range(self.plan.world.size)]
         dist.all_gather_object(everyones, mine, group=self._group)
         forms: dict[str, tuple[Part, torch.dtype]] = {}
@@ -244,7 +246,7 @@ class Checkpoints:
                 continue
             whole = torch.zeros(part.whole, dtype=dtype)
             if name in tensors:
-                put_part(whole, tensors[name], parts[name])
+                put_part(whole, tensors[name], mine[name][0])
             dist.reduce(whole, 0, group=self._group)
             tensors[name] = whole
         return tensors if self.plan.world.is_first else {}

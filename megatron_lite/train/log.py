@@ -115,7 +115,10 @@ def _build_record(figures: StepFigures, time: StepTime, routing: RoutingRow) -> 
 def _average_predictions(steps: list[StepFigures]) -> dict[str, float]:
     """Average the losses of further tokens of an interval over its steps that were not skipped; {} without any."""
     rows = [step.predictions for step in steps if step.predictions and not step.skipped]
-    return {name_prediction(depth): sum(losses) / len(losses) for depth, losses in enumerate(zip(*rows))}
+    averages = {}
+    for depth, losses in enumerate(zip(*rows)):
+        averages[name_prediction(depth)] = sum(losses) / len(losses)
+    return averages
 
 
 def _to_finite(value: float) -> float | None:
@@ -358,7 +361,9 @@ class Log:
     def _average_routing(self, steps: list[StepFigures]) -> dict[str, float]:
         """Average the balancing losses of an interval over its steps that were not skipped; {} of a dense model."""
         rows = [self._routing.read_losses(s.routing).means for s in steps if s.routing and not s.skipped]
-        return {name: sum(row[name] for row in rows) / len(rows) for name in self._routing.names if rows}
+        if not rows:
+            return {}
+        return {name: sum(row[name] for row in rows) / len(rows) for name in self._routing.names}
 
     def _chart_routing(self, figures: StepFigures) -> None:
         """Draw what routers did in one step, under Megatron-LM's names."""

@@ -53,13 +53,13 @@ MAX_CORE_FILES = 40
 # are what the package has today: lower them with each function that is unfolded.
 MAX_NODES_OF_A_FUNCTION = 600
 MAX_FUNCTIONS_OVER_600_NODES = 0
-MAX_FUNCTIONS_OVER_400_NODES = 31
-MAX_NODES_PER_CODE_LINE = 10.3
+MAX_FUNCTIONS_OVER_400_NODES = 17
+MAX_NODES_PER_CODE_LINE = 10.1
 # Nodes per code line of folders that are unfolded, and have one idea per statement. Lower and add, never raise.
 UNFOLDED = {
-    ".": 9.7,
-    "config": 9.5,
-    "cpu_kernels": 10.0,
+    ".": 9.6,
+    "config": 9.2,
+    "cpu_kernels": 9.7,
     "planner": 10.4,
     "cli": 9.5,
     "report": 10.5,
@@ -70,7 +70,7 @@ UNFOLDED = {
     "walk": 9.1,
     "data": 9.9,
     "optim": 9.8,
-    "parallel": 10.0,
+    "parallel": 9.9,
     "train": 9.8,
     "analysis/memory": 10.1,
     "analysis/time": 10.1,

@@ -11,6 +11,7 @@ from megatron_lite.config.layout import (
     count_accounted,
     count_chunks,
     count_data_ranks,
+    count_whole_stages,
     expand_layout,
 )
 from megatron_lite.config.plan import parse_batch_steps
@@ -212,7 +213,7 @@ def _find_wrong_shares(p: ParallelArgs, layers: int) -> str | None:
         )
     stages = p.pipeline_model_parallel_size
     shared = layers + sum(count_accounted(p))
-    counts = _count_whole_stages(p, layers)
+    counts = count_whole_stages(p, layers)
     if sum(counts) != shared or min(counts) < 1:
         left = f" without the {sum(given.values())} of {' and '.join(given)}" if given else ""
         more = f" with one more for {' and '.join(accounted)} each" if accounted else ""
@@ -226,20 +227,6 @@ def _find_wrong_shares(p: ParallelArgs, layers: int) -> str | None:
         undivided = f"does not divide the {numbers} layers of the stages"
         return f"--num-virtual-stages-per-pipeline-rank {chunks}: {undivided}; change it."
     return None
-
-
-def _count_whole_stages(p: ParallelArgs, layers: int) -> list[int]:
-    """Numbers of layers of each stage before they are cut into chunks.
-
-    The embedding and the loss are among them where flags count them as layers.
-    """
-    stages = p.pipeline_model_parallel_size
-    given = _list_sizes_of_ends(p)
-    first = p.decoder_first_pipeline_num_layers
-    last = p.decoder_last_pipeline_num_layers
-    shared = layers + sum(count_accounted(p)) - sum(given.values())
-    each = shared // max(stages - len(given), 1)
-    return [each if first is None else first, *[each] * (stages - 2), each if last is None else last]
 
 
 def _find_wrong_layout(p: ParallelArgs, layers: int) -> str | None:
@@ -259,7 +246,8 @@ def _find_wrong_layout(p: ParallelArgs, layers: int) -> str | None:
     if unknown:
         letters_of_layouts = "write E for the embedding, t for a layer, m for one of --mtp-num-layers, L for the loss"
         return f"{name}: {unknown[0]} is no letter of a layout; {letters_of_layouts}."
-    if pieces[0][:1] != "E" or pieces[-1][-1:] != "L" or letters.count("E") != 1 or letters.count("L") != 1:
+    has_its_ends = pieces[0].startswith("E") and pieces[-1].endswith("L")
+    if not has_its_ends or letters.count("E") != 1 or letters.count("L") != 1:
         return f"{name}: begins with the one E and ends with the one L; write it so."
     if letters.count("t") != layers:
         return f"{name}: has {letters.count('t')} layers t, not those of --num-layers {layers}; change one of them."
