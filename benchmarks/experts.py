@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from megatron_lite.cpu_kernels.install import choose_cpu_kernels, install_kernels
 from megatron_lite.process_state import keep_freed_memory
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # its makers of models are the tests'
@@ -32,6 +33,7 @@ from support.model_variants import build
 # experts, experts of a token, hidden size, width of an expert, tokens
 SHAPES = [(8, 2, 256, 512, 1024), (16, 4, 256, 256, 1024), (8, 2, 512, 1024, 512)]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
 MIB = 2**20
 
 
@@ -61,6 +63,7 @@ def make_layers(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> di
     experts = replace(experts, balancing=(("aux_loss", 0.01),))
     sizes = mix(experts, num_layers=1, hidden_size=hidden, kv_channels=hidden // 4)
     ours, theirs = build(sizes).to(dtype), reference(sizes).to(dtype)
+    install_kernels(ours, choose_cpu_kernels(sizes, PRECISIONS[dtype]))
     weights = as_theirs(dict(ours.named_parameters()), dict(theirs.named_parameters()))
     theirs.load_state_dict({name: weight.detach() for name, weight in weights.items()}, strict=False)
     x_BTH = torch.randn(1, tokens, hidden, dtype=dtype)

@@ -188,6 +188,9 @@ FINE = (
 STATES = SHORT + BYTES + LLAMA + "--ffn-hidden-size 1024 --num-experts 8 --moe-router-topk 2 --bf16 "
 EXPERT_GRID = {
     "experts, 1 rank": (MIXED + "--bf16", 1),
+    "cpu, experts, fp32": (MIXED, 1),
+    "cpu, experts, sent, ep2, bf16": (MIXED + "--bf16 " + EP + "2 " + SENT, 2),
+    "cpu, experts, gathered, ep2": (MIXED + EP + "2 " + GATHERED, 2),
     "experts, fp32, dp2, 2 micro-batches": (MIXED + "--global-batch-size 16", 2),
     "experts, sent, ep2": (MIXED + "--bf16 " + EP + "2 " + SENT, 2),
     "experts, gathered, ep2": (MIXED + "--bf16 " + EP + "2 " + GATHERED, 2),
@@ -257,6 +260,7 @@ QUICK_LATENT = (
     "latent, experts, ep2",
 )
 QUICK_EXPERTS = (
+    "cpu, experts, gathered, ep2",
     "experts, sent, ep2",
     "experts, gathered, ep2",
     "experts, ep2, zero3",
@@ -283,6 +287,11 @@ def plan_for(words: str, ranks: int = 1, device: str = "cuda", rank: int = 0) ->
     gpus, threads = ranks if device == "cuda" else 0, torch.get_num_threads()
     world = World(rank=rank, size=ranks, local_rank=rank, local_size=ranks, gpus=gpus, threads=threads)
     return plan_of([*ALWAYS.split(), *words.split()], world)
+
+
+def find_device(name: str) -> str:
+    """The device that a plan of the grids is for."""
+    return "cpu" if name.startswith("cpu, ") else "cuda"
 
 
 @dataclass(frozen=True)
@@ -332,7 +341,7 @@ class Case:
 def main(words: list[str]):
     for name, (flags, *_) in (GRID | EXPERT_GRID | LATENT_GRID).items():
         if all(word in f"{name} {flags}" for word in words):
-            print(Case(name, "cpu" if name in CPU_GRID else "cuda").line(), flush=True)
+            print(Case(name, find_device(name)).line(), flush=True)
 
 
 if __name__ == "__main__":

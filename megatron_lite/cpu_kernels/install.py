@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.cpu_kernels.attention import suit_attention
+from megatron_lite.cpu_kernels.experts import compute_one_by_one
 from megatron_lite.cpu_kernels.gelu import gelu_in_blocks
 from megatron_lite.cpu_kernels.loss import exponentiate, multiply_logits
 from megatron_lite.cpu_kernels.products import PRODUCTS, is_widened
@@ -17,6 +18,7 @@ from megatron_lite.cpu_kernels.rules import (
     gelu_works_in_blocks,
     skips_future_scores,
 )
+from megatron_lite.model.experts import list_mixtures
 from megatron_lite.model.gpt import DTYPES, GPT
 from megatron_lite.model.kernels import Activation, Kernels
 from megatron_lite.model.mlp import gelu_tanh
@@ -49,6 +51,7 @@ def choose_cpu_kernels(
         multiply_logits=multiply_logits,
         exponentiate=exponentiate,
         max_logits=count_loss_logits(threads),
+        compute_experts=compute_one_by_one,
         why_explicit=WHY_EXPLICIT if is_preferred else "",
         suit_attention=partial(
             suit_attention,
@@ -64,6 +67,8 @@ def install_kernels(model: GPT, kernels: Kernels) -> None:
 
     Attention and loss are arguments of GPT, and get theirs there. Call it before anything else is put on the layers.
     """
+    for _, mixture in list_mixtures(model):
+        mixture.experts.compute = kernels.compute_experts
     for layer in model.list_layers():
         attention = layer.self_attention
         linears = [*attention.columns, *attention.replicated, attention.linear_proj]

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_lite.model.attention import Attend
+from megatron_lite.model.experts import ComputeExperts, compute_all_experts
 from megatron_lite.model.loss_rows import MAX_LOGITS
 from megatron_lite.model.products import Products
 
@@ -39,3 +40,5 @@ class Kernels:
     why_explicit: str = ""
     # the chosen attention kernel, as this device computes it best
     suit_attention: Callable[[Attend], Attend] = _keep_attention
+    # what the experts of a layer give
+    compute_experts: ComputeExperts = compute_all_experts

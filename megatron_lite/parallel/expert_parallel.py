@@ -30,6 +30,7 @@ from megatron_lite.model.experts import (
     TokenSharing,
     list_mixtures,
     sort_by_expert,
+    sum_rows,
 )
 from megatron_lite.parallel.mesh import arrange_ranks, make_group
 from megatron_lite.parallel.tensor_parallel import collectives
@@ -237,8 +238,7 @@ def gather_tokens(layout: Layout, block: dist.ProcessGroup, x_MH: Tensor, routes
     # those of other ranks count as dropped here, whatever expert stands there
     mine = Routes((experts_MK - first).clamp(0, number - 1), shares_MK, is_mine_MK, routes.reader)
     assigned = sort_by_expert(mine, number)
-    out_AH = experts(gathered_MH.index_select(0, assigned.tokens_A), assigned.shares_A, assigned.counts_E)
-    sums_MH = torch.zeros_like(gathered_MH).index_add(0, assigned.tokens_A, out_AH)
+    sums_MH = experts(gathered_MH, assigned.tokens_A, assigned.shares_A, assigned.counts_E)
     return _scatter_sum_with_gradient(sums_MH, block)
 
 
@@ -279,14 +279,17 @@ def send_tokens(
     if places_A is not None:
         tokens_A = tokens_A.index_select(0, places_A)
         shares_A = shares_A.index_select(0, places_A)
-    leaving_AH = x_MH.index_select(0, tokens_A)
-    received_SH = _send_with_gradient(leaving_AH, coming, leaving, block)
     shares_S = _send_with_gradient(shares_A, coming, leaving, block)
     order_S = _order_by_expert(coming_RL, sum(coming))
-    out_SH = experts(received_SH.index_select(0, order_S), shares_S.index_select(0, order_S), coming_RL.sum(dim=0))
-    back_SH = torch.empty_like(out_SH).index_copy(0, order_S, out_SH)
+    # tokens have no name here, by which they would stay while results are on their way back
+    back_SH = experts(
+        _send_with_gradient(x_MH.index_select(0, tokens_A), coming, leaving, block),
+        order_S,
+        shares_S.index_select(0, order_S),
+        coming_RL.sum(dim=0),
+    )
     out_AH = _send_with_gradient(back_SH, leaving, coming, block)
-    return torch.zeros_like(x_MH).index_add(0, tokens_A, out_AH)
+    return sum_rows(out_AH, tokens_A, len(x_MH))
 
 
 def _order_by_expert(coming_RL: Tensor, number: int) -> Tensor:

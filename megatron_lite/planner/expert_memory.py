@@ -18,7 +18,6 @@ from megatron_lite.planner.state_size import FP32, INT64
 ROUTES = "routes of tokens"
 EXPERT_INPUTS = "inputs of experts"
 EXPERT_MLP = "experts' activation function"
-EXPERT_RESULTS = "results of experts"
 SHARED_MLP = "activation function of the shared expert"
 EXCHANGED = "tokens on their way to experts and back"
 ROUTER_BYTES = {None: 0, "fp32": 4, "fp64": 8}  # of one number, where a router converts its input
@@ -41,11 +40,8 @@ def keep_experts(batch: MicroBatch) -> Counter[str]:
     held[ROUTES] = _measure_routes(batch, e, load)
     if converts:
         held[ROUTES] += width * shape.hidden_size // batch.shares
-    inputs = 2 if e.probs_on_input else 1
-    held[EXPERT_INPUTS] = _measure_rows(batch, inputs * shape.hidden_size)
-    held[EXPERT_RESULTS] = _measure_rows(batch, _count_results(load) * shape.hidden_size)
-    held[EXPERT_MLP] = _measure_rows(batch, count_inner(batch) * e.ffn_hidden_size)
-    held[EXPERT_INPUTS] -= _count_saved_rows(batch, shape.hidden_size)
+    held[EXPERT_INPUTS] = _keep_inputs(batch, e)
+    held[EXPERT_MLP] = _measure_rows(batch, _count_inner_width(batch, e))
     held[EXPERT_MLP] -= _count_saved_rows(batch, e.ffn_hidden_size)
     if e.shared_ffn_hidden_size:
         kept = KEPT_BY_ACTIVATION.get(shape.activation, 1) + 1
@@ -65,19 +61,38 @@ def _get_experts(batch: MicroBatch) -> tuple[ExpertShape, ExpertLoad]:
     return e, load
 
 
-def _count_results(load: ExpertLoad) -> int:
-    """Tensors of what experts give that are kept: torch keeps what index_add and index_copy put in their places."""
-    return 2 if load.sends else 1
+def _keep_inputs(batch: MicroBatch, e: ExpertShape) -> int:
+    """Bytes of what experts keep of their inputs.
 
-
-def count_inner(batch: MicroBatch) -> int:
-    """Tensors of F that an expert keeps.
-
-    They are of its activation function, the result of this, and that result weighed by the expert's share.
+    A CPU's keep tokens as they came, from other ranks or from the layer; others the row of each assignment.
     """
-    e, _ = _get_experts(batch)
+    hidden = batch.shape.hidden_size
+    if batch.on_cpu:
+        return _measure_tokens(batch)
+    copies = 2 if e.probs_on_input else 1
+    return _measure_rows(batch, copies * hidden) - _count_saved_rows(batch, hidden)
+
+
+def _measure_tokens(batch: MicroBatch) -> int:
+    """Bytes of the tokens that experts are given, as they came from other ranks; without any the layer's own."""
+    _, load = _get_experts(batch)
+    if load.sends:
+        return _measure_rows(batch, batch.shape.hidden_size)
+    return _measure_gathered(batch) or batch.input_bytes
+
+
+def _count_inner_width(batch: MicroBatch, e: ExpertShape) -> int:
+    """Channels that an expert keeps for each assignment between its matrices.
+
+    A CPU's keep what the first matrix gives and what the second is given. Others keep what their activation function
+    does, its result, and that result weighed by the expert's share.
+    """
+    shape = batch.shape
+    width = e.ffn_hidden_size
+    if batch.on_cpu:
+        return shape.count_fc1_rows(width) + width
     weighed = 0 if e.probs_on_input else 1
-    return KEPT_BY_ACTIVATION.get(batch.shape.activation, 1) + 1 + weighed
+    return (KEPT_BY_ACTIVATION.get(shape.activation, 1) + 1 + weighed) * width
 
 
 def _measure_rows(batch: MicroBatch, width: int) -> int:
@@ -120,15 +135,26 @@ def list_expert_peaks(batch: MicroBatch, stream: int, kept: Counter[str]) -> Ite
         stream: Bytes of gradients of hidden states.
         kept: What the layer's forward keeps.
     """
-    e, load = _get_experts(batch)
     hidden = _measure_rows(batch, batch.shape.hidden_size)
-    inner = _measure_rows(batch, e.ffn_hidden_size)
     gathered = _measure_gathered(batch)
-    first, second = count_expert_weights(batch)
     # gradients on their way to experts: all ranks' and this rank's rows of them, or rows before and after
     coming = max(gathered + hidden, 2 * hidden)
     yield "combine", _hold(kept, stream + coming), 0
-    kept = kept - Counter({EXPERT_RESULTS: kept[EXPERT_RESULTS]})
+    if batch.on_cpu:
+        yield from _list_peaks_one_by_one(batch, stream, kept)
+    else:
+        yield from _list_peaks_at_once(batch, stream, kept)
+    if gathered:
+        outside = kept - Counter({EXPERT_MLP: kept[EXPERT_MLP], EXPERT_INPUTS: kept[EXPERT_INPUTS]})
+        yield "dispatch", _hold(outside, stream + gathered + hidden), sum(count_expert_weights(batch))
+
+
+def _list_peaks_at_once(batch: MicroBatch, stream: int, kept: Counter[str]) -> Iterator[tuple[str, Counter[str], int]]:
+    """The same of experts' operations where each is for all experts at once."""
+    e, load = _get_experts(batch)
+    hidden = _measure_rows(batch, batch.shape.hidden_size)
+    inner = _measure_rows(batch, e.ffn_hidden_size)
+    first, second = count_expert_weights(batch)
     quantized = int(batch.count_fp8_gradients(batch.shape.hidden_size) * load.rows) // batch.shares
     yield "experts.linear_fc2", _hold(kept, stream + hidden + inner + quantized), second
     # what linear_fc2 has used is gone
@@ -138,9 +164,25 @@ def list_expert_peaks(batch: MicroBatch, stream: int, kept: Counter[str]) -> Ite
     inputs = kept - Counter({EXPERT_MLP: kept[EXPERT_MLP]})
     rows = _measure_rows(batch, batch.shape.count_fc1_rows(e.ffn_hidden_size))
     yield "experts.linear_fc1", _hold(inputs, stream + hidden + rows), first + second
-    if gathered:
-        outside = inputs - Counter({EXPERT_INPUTS: kept[EXPERT_INPUTS]})
-        yield "dispatch", _hold(outside, stream + gathered + hidden), first + second
+
+
+# tensors of F of one expert at once in backward: gradients, and what is computed again
+INNER_ONE_BY_ONE = 8
+
+
+def _list_peaks_one_by_one(
+    batch: MicroBatch, stream: int, kept: Counter[str]
+) -> Iterator[tuple[str, Counter[str], int]]:
+    """The same where experts come one after the other, and second matrices' gradients last (cpu_kernels/experts.py)."""
+    e, _ = _get_experts(batch)
+    first, second = count_expert_weights(batch)
+    inner = _measure_rows(batch, e.ffn_hidden_size)
+    of_tokens = _measure_tokens(batch)
+    of_one = INNER_ONE_BY_ONE * inner // e.local_number
+    yield "experts.linear_fc1", _hold(kept, stream + of_tokens + of_one), first
+    rows = _measure_rows(batch, batch.shape.count_fc1_rows(e.ffn_hidden_size))
+    left = kept - Counter({EXPERT_MLP: rows})
+    yield "experts.linear_fc2", _hold(left, stream + of_tokens), first + second
 
 
 def _hold(kept: Counter[str], gradients: int) -> Counter[str]:
@@ -165,8 +207,8 @@ def measure_exchanged(batch: MicroBatch) -> int:
     _, load = _get_experts(batch)
     hidden = _measure_rows(batch, batch.shape.hidden_size)
     if load.sends:
-        # rows that leave, that have come, and what experts give in the order of ranks
-        return 3 * hidden + 2 * batch.input_bytes
+        # rows that have come, what experts give for them, and that in the order of ranks
+        return 3 * hidden
     if load.gathered:
-        return 2 * _measure_gathered(batch) + batch.input_bytes
-    return 2 * batch.input_bytes
+        return 2 * _measure_gathered(batch) + max(hidden, batch.input_bytes)
+    return hidden + batch.input_bytes
