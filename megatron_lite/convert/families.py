@@ -71,8 +71,6 @@ def family_of_shape(shape: ModelShape) -> Family:
         f"{flag}: Hugging Face's {family.title(shape)} have {instead}; only a model trained with that can be converted."
         for flag, instead in family.objections(shape)
     ]
-    if shape.mtp_num_layers:
-        wrong.append("--mtp-num-layers: layers of further tokens are not converted; only a model without can be.")
     if shape.softmax_scale is not None:
         wrong.append("--use-mup: Hugging Face's models have no scales of its kind; only one without can be converted.")
     if wrong:
@@ -138,6 +136,7 @@ def _choose_values(shape: ModelShape) -> dict[str, object]:
         "untie_embeddings_and_output_weights": not s.tied_embeddings,
         "apply_query_key_layer_scaling": s.query_key_layer_scaling,
         "attention_softmax_in_fp32": s.softmax_in_fp32,
+        "mtp_num_layers": s.mtp_num_layers or None,
     }
     return values | name_latent(s) | _choose_expert_values(s.experts)
 

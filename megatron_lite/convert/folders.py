@@ -17,6 +17,7 @@ from megatron_lite.checkpoint.find import chosen, open_newest
 from megatron_lite.checkpoint.training_state import CheckpointRecord, Stored
 from megatron_lite.checkpoint.write import write_alone
 from megatron_lite.config.shape import ModelShape
+from megatron_lite.convert import further_tokens
 from megatron_lite.convert.config_file import CONFIG_FILE, ConfigFile, read_json, write_json
 from megatron_lite.convert.families import Family, family_of_config, family_of_shape
 from megatron_lite.convert.mappings import Link
@@ -313,6 +314,7 @@ def import_hf(
     padded_vocab_size = -(-vocab_size // divisible_by) * divisible_by
     shape = family.read_shape(config, padded_vocab_size)
     weights = open_weights(folder)
+    shape = further_tokens.drop_absent(shape, weights.names)
     _require_possible(config, shape, len(weights.names))
     links = list(family.links(shape, vocab_size))
     file_names = _match_names(folder, family, links, weights)

@@ -35,6 +35,8 @@ def objections(shape: ModelShape) -> Iterator[tuple[str, str]]:
         yield f"--normalization {shape.normalization}", "LayerNorm"
     if shape.activation not in GPT2_ACTIVATIONS.values():
         yield f"--{shape.activation.replace('_', '-')}", "GELU"
+    if shape.mtp_num_layers:
+        yield f"--mtp-num-layers {shape.mtp_num_layers}", "no layers of further tokens"
     if shape.num_query_groups != shape.num_attention_heads:
         yield f"--num-query-groups {shape.num_query_groups}", "a key and a value for each head"
     if shape.attention_width != shape.hidden_size:

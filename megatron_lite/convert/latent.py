@@ -71,7 +71,6 @@ def build_latent(shape: ModelShape, latent: LatentShape) -> dict[str, object]:
         "qk_rope_head_dim": latent.qk_pos_emb_head_dim,
         "v_head_dim": latent.v_head_dim,
         "rope_interleave": True,
-        "num_nextn_predict_layers": 0,
     }
     if shape.experts is None:
         values["first_k_dense_replace"] = shape.num_layers

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from megatron_lite.config.expert_layers import MAX_PATTERN_LAYERS
 from megatron_lite.config.shape import ModelShape
-from megatron_lite.convert import experts, latent, window_config
+from megatron_lite.convert import experts, further_tokens, latent, window_config
 from megatron_lite.convert.config_file import ConfigFile
 from megatron_lite.convert.experts import ExpertKeys
 from megatron_lite.convert.mappings import GATED_HALVES, SAME, Link, lay_out_norm, lay_out_qkv, lay_out_vocabulary
@@ -31,6 +31,7 @@ class Architecture:
     is_latent: bool = False  # attention
     windows: WindowKeys | None = None
     experts: ExpertKeys | None = None
+    has_further_tokens: bool = False  # layers that predict them
     max_position_embeddings: int = 32768
     num_key_value_heads: int | None = None  # None: a key and a value for each head
     head_dim: int | None = None  # None: hidden size / heads
@@ -82,6 +83,7 @@ ARCHITECTURES = {
         DEEPSEEK_V2,
         title="DeepSeek-V3",
         model_type="deepseek_v3",
+        has_further_tokens=True,
         experts=experts.DEEPSEEK_V3,
         max_position_embeddings=4096,
     ),
@@ -136,6 +138,10 @@ def objections(shape: ModelShape) -> Iterator[tuple[str, str]]:
         yield "--qk-layernorm", "queries and keys that are not normalized"
     elif shape.hidden_size % shape.num_attention_heads and not shape.qk_layernorm:
         yield f"--num-attention-heads {shape.num_attention_heads}", "a hidden size that is a multiple of the heads"
+    if shape.mtp_num_layers and not of.has_further_tokens:
+        yield f"--mtp-num-layers {shape.mtp_num_layers}", "no layers of further tokens"
+    elif shape.mtp_num_layers and shape.tied_embeddings:
+        yield "--mtp-num-layers with tied embeddings", "an output layer of its own beside such layers"
     yield from window_config.list_objections(shape, of.windows)
     if shape.experts is not None and of.experts is not None:
         yield from experts.list_objections(shape.experts, of.experts)
@@ -170,17 +176,39 @@ def links(shape: ModelShape, vocab_size: int) -> Iterator[Link]:
     """
     rows = lay_out_vocabulary(shape, vocab_size)
     norm = lay_out_norm(shape)
-    yield Link("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), rows)
+    copies = further_tokens.name_copies(shape, further_tokens.EMBEDDING_COPY)
+    embeddings = further_tokens.lay_out_copies(rows, copies)
+    yield Link("embedding.word_embeddings.weight", ("model.embed_tokens.weight", *copies), embeddings)
     for layer in range(shape.num_layers):
         ours = f"decoder.layers.{layer}."
         theirs = f"model.layers.{layer}."
-        yield Link(f"{ours}input_layernorm.weight", (f"{theirs}input_layernorm.weight",), norm)
-        yield Link(f"{ours}pre_mlp_layernorm.weight", (f"{theirs}post_attention_layernorm.weight",), norm)
-        yield from _list_attention_links(ours, theirs, shape)
-        yield from _list_mlp_links(ours, theirs, shape, layer)
+        yield from _list_layer_links(ours, theirs, shape, layer)
     yield Link("decoder.final_layernorm.weight", ("model.norm.weight",), norm)
+    for depth in range(shape.mtp_num_layers):
+        ours = f"mtp.layers.{depth}."
+        theirs = further_tokens.name_layer(shape, depth)
+        yield from further_tokens.list_links(ours, theirs, norm)
+        yield from _list_layer_links(f"{ours}transformer_layer.", theirs, shape, shape.num_layers + depth)
     if not shape.tied_embeddings:
-        yield Link("output_layer.weight", ("lm_head.weight",), rows)
+        copies = further_tokens.name_copies(shape, further_tokens.OUTPUT_COPY)
+        outputs = further_tokens.lay_out_copies(rows, copies)
+        yield Link("output_layer.weight", ("lm_head.weight", *copies), outputs)
+
+
+def _list_layer_links(ours: str, theirs: str, shape: ModelShape, layer: int) -> Iterator[Link]:
+    """All parameters of one layer.
+
+    Args:
+        ours: What names of the layer's parameters begin with here.
+        theirs: The same there.
+        shape: Of the model.
+        layer: The layer's number, from 0.
+    """
+    norm = lay_out_norm(shape)
+    yield Link(f"{ours}input_layernorm.weight", (f"{theirs}input_layernorm.weight",), norm)
+    yield Link(f"{ours}pre_mlp_layernorm.weight", (f"{theirs}post_attention_layernorm.weight",), norm)
+    yield from _list_attention_links(ours, theirs, shape)
+    yield from _list_mlp_links(ours, theirs, shape, layer)
 
 
 def _list_attention_links(ours: str, theirs: str, shape: ModelShape) -> Iterator[Link]:
@@ -265,6 +293,7 @@ def build_config(shape: ModelShape, vocab_size: int) -> dict[str, object]:
     }
     if shape.latent is not None:
         values |= latent.build_latent(shape, shape.latent)
+        values[further_tokens.KEY] = shape.mtp_num_layers
     if shape.experts is not None and of.experts is not None:
         values |= experts.build_experts(shape.experts, of.experts)
         if of.biases == OF_QKV:
@@ -313,6 +342,7 @@ def read_shape(config: ConfigFile, padded_vocab_size: int) -> ModelShape:
         attention_dropout=config.number("attention_dropout", 0.0),
         init_method_std=config.number("initializer_range", 0.02),
         experts=of_experts,
+        mtp_num_layers=further_tokens.read_number(config) if of.has_further_tokens else 0,
         **window_config.read_window(config, of.windows, num_layers),
     )
     if of.is_latent:
