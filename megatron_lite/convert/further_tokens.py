@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_lite.config.expert_layers import MAX_LAYERS
+from megatron_lite.config.expert_layers import MAX_PATTERN_LAYERS
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.convert.config_file import ConfigFile
 from megatron_lite.convert.mappings import SAME, Link, WeightForms
@@ -22,12 +22,22 @@ OUTPUT_COPY = "shared_head.head.weight"
 
 
 def name_layer(shape: ModelShape, depth: int) -> str:
-    """What names of a layer's tensors begin with there. depth: its number, from 0."""
+    """Build the prefix of a layer's tensors there.
+
+    Args:
+        shape: The model's shape.
+        depth: The layer's number, from 0.
+    """
     return f"model.layers.{shape.num_layers + depth}."
 
 
 def name_copies(shape: ModelShape, what: str) -> tuple[str, ...]:
-    """The names of all copies of a matrix. what: EMBEDDING_COPY or OUTPUT_COPY."""
+    """List the names of a matrix' copies, one for each layer.
+
+    Args:
+        shape: The model's shape.
+        what: EMBEDDING_COPY or OUTPUT_COPY.
+    """
     return tuple(name_layer(shape, depth) + what for depth in range(shape.mtp_num_layers))
 
 
@@ -35,8 +45,8 @@ def lay_out_copies(layout: WeightForms, names: tuple[str, ...]) -> WeightForms:
     """The same numbers under several names there.
 
     Args:
-        layout: Of one of them.
-        names: Of the copies, for the message if one is none.
+        layout: The layout of one copy.
+        names: The names of the copies, for the message if one is none.
     """
 
     def to_hf(ours: Tensor) -> tuple[Tensor, ...]:
@@ -60,8 +70,8 @@ def list_links(ours: str, theirs: str, norm: WeightForms) -> Iterator[Link]:
     """Parameters of one layer that a layer of the decoder does not have.
 
     Args:
-        ours: What names of the layer's parameters begin with here.
-        theirs: The same there.
+        ours: The prefix of the layer's parameters here.
+        theirs: The prefix of the layer's tensors there.
         norm: The layout of norms.
     """
     yield Link(f"{ours}enorm.weight", (f"{theirs}enorm.weight",), norm)
@@ -72,15 +82,15 @@ def list_links(ours: str, theirs: str, norm: WeightForms) -> Iterator[Link]:
 
 def read_number(config: ConfigFile) -> int:
     """Read how many such layers a config.json tells of. CheckpointError for what is no number."""
-    return config.whole(KEY, most=MAX_LAYERS) if config.get(KEY, 0) else 0
+    return config.whole(KEY, most=MAX_PATTERN_LAYERS) if config.get(KEY, 0) else 0
 
 
 def drop_absent(shape: ModelShape, names: Iterable[str]) -> ModelShape:
     """The shape without such layers if a folder has none of them, as transformers leaves them out when it saves.
 
     Args:
-        shape: As config.json tells.
-        names: Of the folder's tensors.
+        shape: The shape that config.json tells of.
+        names: The names of the folder's tensors.
     """
     first = name_layer(shape, 0)
     if any(name.startswith(first) for name in names):

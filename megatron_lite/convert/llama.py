@@ -200,8 +200,8 @@ def _list_layer_links(ours: str, theirs: str, shape: ModelShape, layer: int) -> 
 
     Args:
         ours: What names of the layer's parameters begin with here.
-        theirs: The same there.
-        shape: Of the model.
+        theirs: The prefix of the layer's tensors there.
+        shape: The model's shape.
         layer: The layer's number, from 0.
     """
     norm = lay_out_norm(shape)

@@ -24,7 +24,7 @@ def compute_one_by_one(experts: Experts, x_MH: Tensor, places_A: Tensor, shares_
     """The sum of what experts give for each token, (M, H).
 
     Args:
-        experts: This rank's.
+        experts: The experts of this rank.
         x_MH: Tokens.
         places_A: The token of each assignment, sorted by expert.
         shares_A: The weight of each assignment.
@@ -105,11 +105,11 @@ def _differentiate_inner(
     """Compute the gradient of what an expert's first matrix gave.
 
     Args:
-        experts: This rank's.
+        experts: The experts of this rank.
         inner_aI: What the first matrix gave.
         shares_a: The weight of each assignment.
         of_active_aF: The gradient of the second matrix' input.
-        of_shares_a: That of the shares is added to it, if they apply here.
+        of_shares_a: The sum to which the gradient of the shares is added, if they apply here.
 
     Returns:
         of_inner_aI.
@@ -130,7 +130,15 @@ def _differentiate_weighing(x_aI: Tensor, shares_a: Tensor, of_weighed_aI: Tenso
 def _activate_again(
     activation: Callable[[Tensor], Tensor], inner_aI: Tensor
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """(the activation function's result, a function from its gradient to that of inner_aI)."""
+    """Compute an activation function's result again.
+
+    Args:
+        activation: The function.
+        inner_aI: The function's input.
+
+    Returns:
+        The result, and a function from its gradient to that of the input.
+    """
     if activation is swiglu:
         gate_aF, value_aF = inner_aI.chunk(2, dim=-1)
         silu_aF = F.silu(gate_aF)

@@ -104,7 +104,7 @@ class TokenSharing:
     """How ranks share out the tokens of a micro-batch in a layer of experts.
 
     Args:
-        ranks: That have some of them each: tensor parallel ones, times context parallel ones.
+        ranks: Ranks that have some of them each: tensor parallel ones, times context parallel ones.
         tensor: Tensor parallel ranks among those, which have neighboring ranges of tokens.
         tensor_rank: This rank's place among those.
         sum_micro_batch: Sums a tensor over these ranks.
@@ -169,7 +169,7 @@ class RouterState:
         Args:
             counts_E: Assignments of each expert.
             wanted: Assignments before any was dropped.
-            losses: Without their coefficients.
+            losses: Losses without their coefficients, by Megatron-LM's names.
         """
         if self.tokens_E is None or self.dropped is None:
             self.prepare(counts_E.device)
@@ -330,8 +330,8 @@ class Router(nn.Module):
         Args:
             shares_MK: The weight of each expert's output.
             logits_ME: A number of each token for each expert.
-            positions: Of each sequence on this rank.
-            losses: Without their coefficients, by Megatron-LM's names.
+            positions: Positions of each sequence on this rank.
+            losses: Losses without their coefficients, by Megatron-LM's names.
 
         Returns:
             shares_MK, whose backward begins that of the losses.
@@ -368,7 +368,7 @@ class Router(nn.Module):
         """This rank's part of the loss over the tokens of some ranks.
 
         Args:
-            scores_ME: Of this rank's tokens.
+            scores_ME: Scores of this rank's tokens.
             counts_E: Assignments of each expert, of all these ranks' tokens.
             ranks: How many they are.
         """
@@ -455,8 +455,8 @@ def drop_beyond_capacity(
 
     Args:
         routes: The experts of each token.
-        number: Of experts.
-        factor: Of an expert's even share.
+        number: How many experts there are.
+        factor: The capacity as a multiple of an expert's even share.
         policy: Which are dropped: "probs", those of the smallest shares, or "position", those of the last tokens.
     """
     experts_MK = routes.experts_MK
