@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from megatron_lite.formats.caching_allocator import Allocation, SegmentMap
+from megatron_lite.caching_allocator import Allocation, SegmentMap
 from megatron_lite.formats.memory_snapshot import Frame, MemorySnapshot
 from megatron_lite.instruments.memory_oom import read_asked_bytes
 from megatron_lite.instruments.memory_tags import StepMarks

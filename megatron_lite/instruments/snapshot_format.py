@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_lite.caching_allocator import Allocation, Segment, SegmentMap
 from megatron_lite.errors import UserError
-from megatron_lite.formats.caching_allocator import Allocation, Segment, SegmentMap
 from megatron_lite.formats.memory_snapshot import (
     Annotation,
     Block,

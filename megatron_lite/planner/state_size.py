@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from megatron_lite.caching_allocator import MIN_BLOCK_BYTES
 from megatron_lite.config.model_size import (
     count_layer_parameters,
     count_linear_weights,
@@ -15,7 +16,6 @@ from megatron_lite.config.model_size import (
 )
 from megatron_lite.config.plan import Plan
 from megatron_lite.config.shape import RankShape
-from megatron_lite.formats.caching_allocator import MIN_BLOCK_BYTES
 from megatron_lite.formats.hardware import CUBLAS_THREADS, Processor, cublas_workspace_bytes, cublaslt_workspace_bytes
 from megatron_lite.formats.run_record import LedgerRow
 from megatron_lite.pipeline_schedule import Stage

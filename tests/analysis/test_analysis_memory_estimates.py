@@ -10,8 +10,8 @@ from megatron_lite.analysis.memory.read import SnapshotReader, read_snapshot
 from megatron_lite.analysis.memory.record import build_record
 from megatron_lite.analysis.memory.reserved import replay_peak
 from megatron_lite.analysis.memory.trace_memory import measure_trace_memory
+from megatron_lite.caching_allocator import Allocation, SegmentMap
 from megatron_lite.config.shape import ModelShape
-from megatron_lite.formats.caching_allocator import Allocation, SegmentMap
 from megatron_lite.pipeline_schedule import Stage
 from megatron_lite.planner.attention_kernel import MATH, UNFUSED
 from megatron_lite.planner.memory import activation_bytes, logits_bytes

@@ -35,7 +35,7 @@ LEVELS = [  # bottom up: what stands together does not know each other
         "shared_files",
         "pickle_bounds",
     },
-    {"config", "user_functions"},
+    {"config", "user_functions", "caching_allocator"},
     {"run_folder", "rank_errors", "model", "smoke"},
     {"cpu_kernels"},
     {"planner", "process_folder"},

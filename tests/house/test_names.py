@@ -25,7 +25,6 @@ STILL_SEVERAL = {
     "MAX_NAMED",
     "MAX_SHOWN",
     "MAX_UNEXPLAINED",
-    "MIB",
     "MIN_BYTES",
     "MIN_LAYERS",
     "MIN_SHARE",

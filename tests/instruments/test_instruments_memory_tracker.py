@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.snapshots import live_at_each_moment, live_blocks, trace
 
-from megatron_lite.formats.caching_allocator import Allocation, SegmentMap, rounded
+from megatron_lite.caching_allocator import Allocation, SegmentMap, rounded
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.memory_tags import ModuleHooks, StepMarks
 from megatron_lite.instruments.memory_tracker import StorageTracker

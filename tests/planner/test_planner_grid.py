@@ -4,9 +4,9 @@ import pytest
 import torch
 from estimate_grid import CPU_GRID, GRID, LLAMA, PP, QUICK, QUICK_ON_CPU, ZERO1, Case, plan_for
 
+from megatron_lite.caching_allocator import MIN_BLOCK_BYTES
 from megatron_lite.cpu_kernels import products
 from megatron_lite.formats import hardware
-from megatron_lite.formats.caching_allocator import MIN_BLOCK_BYTES
 from megatron_lite.formats.hardware import CUBLAS_WORKSPACE
 from megatron_lite.planner.memory import predict_memory
 from megatron_lite.planner.walk.rehearse import rehearse

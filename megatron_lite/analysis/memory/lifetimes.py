@@ -8,7 +8,7 @@ from megatron_lite.analysis.intervals import Flags, Integers
 from megatron_lite.analysis.memory.phases import NOT_SAID, NUMBER, UNKNOWN, Phases
 from megatron_lite.analysis.memory.record import ALLOC, FREE, FREE_REQUESTED, AllocatorEvents, Ints
 from megatron_lite.analysis.memory.stacks import Code
-from megatron_lite.formats.caching_allocator import MIN_BLOCK_BYTES
+from megatron_lite.caching_allocator import MIN_BLOCK_BYTES
 from megatron_lite.formats.memory_categories import CATEGORIES
 from megatron_lite.phases import SETUP
 

@@ -12,7 +12,7 @@ from megatron_lite.analysis.intervals import Flags, Integers
 from megatron_lite.analysis.memory.lifetimes import Lives
 from megatron_lite.analysis.memory.memory_results import Fragmentation, PrivatePool
 from megatron_lite.analysis.memory.record import LESS_RESERVED, MORE_RESERVED, OOM, SEGMENT_MAP, AllocatorEvents, Ints
-from megatron_lite.formats.caching_allocator import Allocation, SegmentMap
+from megatron_lite.caching_allocator import Allocation, SegmentMap
 
 MAX_ERROR = 0.05  # of what was reserved: a replay of the allocator as it was must come as near, or nothing is said
 # Code that captures graphs: PyTorch, inductor's trees of graphs, Megatron-LM, vLLM, SGLang, TensorRT-LLM.

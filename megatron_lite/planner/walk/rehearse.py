@@ -16,11 +16,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_lite.analysis.memory.read import analyze_snapshot
+from megatron_lite.caching_allocator import rounded
 from megatron_lite.config.command_line import read_command_line
 from megatron_lite.config.plan import BatchSchedule, Plan, resolve
 from megatron_lite.config.world import World
 from megatron_lite.errors import UserError
-from megatron_lite.formats.caching_allocator import rounded
 from megatron_lite.formats.hardware import CUBLAS_THREADS, CUBLAS_WORKSPACE, cublaslt_workspace_bytes
 from megatron_lite.formats.memory_snapshot import MemorySnapshot, TraceEvent
 from megatron_lite.instruments.base import Instruments

@@ -11,13 +11,16 @@ should_split, get_free_block, try_allocate_expandable_block)
 
 import bisect
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from megatron_lite.formats.memory_snapshot import Frame
+from megatron_lite.units import MIB
 
 MIN_BLOCK_BYTES = 512
-MIB = 2**20
 LARGEST_SMALL = MIB
-SMALL_SEGMENT, LARGE_SEGMENT, LARGE_STEP = 2 * MIB, 20 * MIB, 2 * MIB
+SMALL_SEGMENT = 2 * MIB
+LARGE_SEGMENT = 20 * MIB
+LARGE_STEP = 2 * MIB
 MIN_OWN_SEGMENT = 10 * MIB
 FIRST_ADDRESS = 0x7F0000000000
 ARENA_DISTANCE = 2**42  # between expandable segments: more than any of them grows to
@@ -33,6 +36,14 @@ class Allocation:
     stream: int = 0
 
 
+class FreeBlock(NamedTuple):
+    """A block that nobody holds; sorted, the smallest comes first, of equal ones the one at the lowest address."""
+
+    size: int
+    address: int
+    number: int  # of its segment
+
+
 @dataclass
 class Segment:
     """Blocks side by side without gaps: addresses, sizes and who is in them, None for free ones."""
@@ -46,12 +57,61 @@ class Segment:
     holders: list[Allocation | None] = field(default_factory=list)
 
     def copy(self) -> "Segment":
-        return Segment(self.address, self.size, self.pool, self.frames, self.starts[:], self.sizes[:], self.holders[:])
+        """A copy that shares the allocations."""
+        return Segment(
+            self.address,
+            self.size,
+            self.pool,
+            self.frames,
+            starts=self.starts[:],
+            sizes=self.sizes[:],
+            holders=self.holders[:],
+        )
+
+    def find_block(self, address: int) -> int:
+        """Find the index of the block at an address."""
+        return bisect.bisect_left(self.starts, address)
+
+    def split(self, index: int, size: int) -> None:
+        """Cut a block to a size; the rest is a free one behind it."""
+        self.starts.insert(index + 1, self.starts[index] + size)
+        self.sizes.insert(index + 1, self.sizes[index] - size)
+        self.holders.insert(index + 1, None)
+        self.sizes[index] = size
+
+    def are_free(self, index: int) -> bool:
+        """Whether a block and the one behind it exist and are both free."""
+        if not 0 <= index < len(self.starts) - 1:
+            return False
+        return self.holders[index] is None and self.holders[index + 1] is None
+
+    def join(self, index: int) -> None:
+        """Make one block of a block and the one behind it."""
+        self.sizes[index] += self.sizes.pop(index + 1)
+        del self.starts[index + 1]
+        del self.holders[index + 1]
+
+    def append(self, size: int) -> None:
+        """Add a free block behind the last one."""
+        self.starts.append(self.address + self.size)
+        self.sizes.append(size)
+        self.holders.append(None)
+
+    def drop_last(self) -> None:
+        """Forget the last block."""
+        del self.starts[-1]
+        del self.sizes[-1]
+        del self.holders[-1]
+
+
+def round_up(size: int, step: int) -> int:
+    """The smallest multiple of a step that is at least a size."""
+    return -(-size // step) * step
 
 
 def rounded(size: int) -> int:
     """Bytes of the block that an allocation of `size` bytes takes."""
-    return max(MIN_BLOCK_BYTES, -(-size // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES)
+    return max(MIN_BLOCK_BYTES, round_up(size, MIN_BLOCK_BYTES))
 
 
 class SegmentMap:
@@ -62,8 +122,8 @@ class SegmentMap:
         self.address_of: dict[Allocation, int] = {}
         self.reserved = 0  # bytes of all segments
         self._expandable = expandable
-        # of a pool and stream: (size, address, number of the segment), sorted
-        self._free: dict[tuple[str, int], list[tuple[int, int, int]]] = {}
+        # of a pool and stream, sorted
+        self._free: dict[tuple[str, int], list[FreeBlock]] = {}
         self._arena: dict[tuple[str, int], int] = {}  # number of its segment, if expandable
         self._number_of: dict[Allocation, int] = {}
         self._next = FIRST_ADDRESS
@@ -72,9 +132,11 @@ class SegmentMap:
         """A copy that shares the allocations."""
         other = SegmentMap(self._expandable)
         other.segments = [segment.copy() for segment in self.segments]
-        other.address_of, other._number_of = dict(self.address_of), dict(self._number_of)
+        other.address_of = dict(self.address_of)
+        other.reserved = self.reserved
         other._free = {key: blocks[:] for key, blocks in self._free.items()}
-        other._arena, other.reserved = dict(self._arena), self.reserved
+        other._arena = dict(self._arena)
+        other._number_of = dict(self._number_of)
         other._next = self._next
         return other
 
@@ -83,69 +145,84 @@ class SegmentMap:
         size = rounded(allocation.size)
         pool = "small" if size <= LARGEST_SMALL else "large"
         free = self._free.setdefault((pool, allocation.stream), [])
-        at, new = bisect.bisect_left(free, (size,)), None
-        if self._expandable and at < len(free) - 1:  # a block that ends its growing segment is as large as need be
-            growing = self.segments[self._arena[pool, allocation.stream]]
-            at += free[at][1] == growing.starts[-1]
+        new = None
+        at = self._find_free(free, size, pool, allocation.stream)
         if at == len(free):
             new = self._room(size, pool, allocation)
             at = bisect.bisect_left(free, (size,))
-        found, address, number = free.pop(at)
-        segment = self.segments[number]
-        index = bisect.bisect_left(segment.starts, address)
-        rest = found - size
-        if rest >= (MIN_BLOCK_BYTES if pool == "small" or self._expandable else LARGEST_SMALL + 1):
-            segment.sizes[index] = size
-            segment.starts.insert(index + 1, address + size)
-            segment.sizes.insert(index + 1, rest)
-            segment.holders.insert(index + 1, None)
-            bisect.insort(free, (rest, address + size, number))
+        block = free.pop(at)
+        segment = self.segments[block.number]
+        index = segment.find_block(block.address)
+        if block.size - size >= self._get_min_rest(pool):
+            segment.split(index, size)
+            bisect.insort(free, FreeBlock(block.size - size, block.address + size, block.number))
         segment.holders[index] = allocation
-        self.address_of[allocation], self._number_of[allocation] = address, number
+        self.address_of[allocation] = block.address
+        self._number_of[allocation] = block.number
         return new
+
+    def _find_free(self, free: list[FreeBlock], size: int, pool: str, stream: int) -> int:
+        """Find the place of the smallest free block of at least `size` bytes; len(free) where there is none."""
+        at = bisect.bisect_left(free, (size,))
+        if self._expandable and at < len(free) - 1:
+            growing = self.segments[self._arena[pool, stream]]
+            # a block that ends its growing segment is as large as need be
+            if free[at].address == growing.starts[-1]:
+                at += 1
+        return at
+
+    def _get_min_rest(self, pool: str) -> int:
+        """Bytes that must be left of a block for it to be split."""
+        return MIN_BLOCK_BYTES if pool == "small" or self._expandable else LARGEST_SMALL + 1
 
     def release(self, allocation: Allocation) -> int:
         """Free an allocation's block; returns its address."""
-        address, number = self.address_of.pop(allocation), self._number_of.pop(allocation)
+        address = self.address_of.pop(allocation)
+        number = self._number_of.pop(allocation)
         segment = self.segments[number]
         free = self._free[segment.pool, allocation.stream]
-        index = bisect.bisect_left(segment.starts, address)
+        index = segment.find_block(address)
         segment.holders[index] = None
         for left in (index, index - 1):  # join the block to its right, then the one to its left
-            if 0 <= left < len(segment.starts) - 1 and segment.holders[left] is segment.holders[left + 1] is None:
-                for part in (left, left + 1):
-                    self._forget(free, segment, part, number)
-                segment.sizes[left] += segment.sizes.pop(left + 1)
-                del segment.starts[left + 1], segment.holders[left + 1]
+            if segment.are_free(left):
+                self._forget(free, segment, left, number)
+                self._forget(free, segment, left + 1, number)
+                segment.join(left)
                 index = left
-        bisect.insort(free, (segment.sizes[index], segment.starts[index], number))
+        bisect.insort(free, FreeBlock(segment.sizes[index], segment.starts[index], number))
         return address
 
     def give_back(self) -> None:
         """Return what is free to the device, as torch.cuda.empty_cache does: whole segments, or the last pages of
         growing ones (CUDA's allocator returns pages in the middle too)."""
         for (pool, _), free in self._free.items():
-            for entry in free[:]:
-                size, address, number = entry
-                segment, amount = self.segments[number], 0
-                if size == segment.size:
-                    amount = size
-                elif self._expandable and address == segment.starts[-1]:
-                    amount = size // _get_page_bytes(pool) * _get_page_bytes(pool)
+            for block in free[:]:
+                amount = self._count_returned(block, pool)
                 if not amount:
                     continue
-                free.remove(entry)
+                free.remove(block)
                 self.reserved -= amount
+                segment = self.segments[block.number]
                 segment.size -= amount
                 segment.sizes[-1] -= amount
-                if amount < size:
-                    bisect.insort(free, (size - amount, address, number))
+                if amount < block.size:
+                    bisect.insort(free, block._replace(size=block.size - amount))
                 else:
-                    del segment.starts[-1], segment.sizes[-1], segment.holders[-1]
+                    segment.drop_last()
+
+    def _count_returned(self, block: FreeBlock, pool: str) -> int:
+        """Bytes of a free block that can go back to the device."""
+        segment = self.segments[block.number]
+        if block.size == segment.size:
+            return block.size
+        if not self._expandable or block.address != segment.starts[-1]:
+            return 0
+        page = _get_page_bytes(pool)
+        return block.size // page * page
 
     @staticmethod
-    def _forget(free: list[tuple[int, int, int]], segment: Segment, index: int, number: int) -> None:
-        entry = (segment.sizes[index], segment.starts[index], number)
+    def _forget(free: list[FreeBlock], segment: Segment, index: int, number: int) -> None:
+        entry = FreeBlock(segment.sizes[index], segment.starts[index], number)
         at = bisect.bisect_left(free, entry)
         if at < len(free) and free[at] == entry:
             del free[at]
@@ -161,13 +238,14 @@ class SegmentMap:
     def _reserve(self, size: int, pool: str, allocation: Allocation) -> Segment:
         """A new segment of whole pages, all of it free."""
         page = _get_page_bytes(pool)
-        total = -(-size // page) * page
+        total = round_up(size, page)
         if self._expandable:
             self._arena[pool, allocation.stream] = len(self.segments)
         elif size >= MIN_OWN_SEGMENT:
-            total = -(-size // LARGE_STEP) * LARGE_STEP
+            total = round_up(size, LARGE_STEP)
         segment = Segment(self._next, total, pool, allocation.frames, [self._next], [total], [None])
-        bisect.insort(self._free[pool, allocation.stream], (total, self._next, len(self.segments)))
+        free = self._free[pool, allocation.stream]
+        bisect.insort(free, FreeBlock(total, self._next, len(self.segments)))
         self.segments.append(segment)
         self.reserved += total
         # neighbors never touch
@@ -181,17 +259,15 @@ class SegmentMap:
         segment = self.segments[number]
         has_tail = segment.holders[-1] is None
         missing = size - segment.sizes[-1] if has_tail else size
-        more = -(-missing // page) * page
+        more = round_up(missing, page)
         if has_tail:
             self._forget(free, segment, len(segment.starts) - 1, number)
             segment.sizes[-1] += more
         else:
-            segment.starts.append(segment.address + segment.size)
-            segment.sizes.append(more)
-            segment.holders.append(None)
+            segment.append(more)
         segment.size += more
         self.reserved += more
-        bisect.insort(free, (segment.sizes[-1], segment.starts[-1], number))
+        bisect.insort(free, FreeBlock(segment.sizes[-1], segment.starts[-1], number))
 
 
 def _get_page_bytes(pool: str) -> int:
