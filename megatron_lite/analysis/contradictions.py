@@ -184,10 +184,12 @@ def _check_overlap_analysis(one: RankFacts) -> Iterator[str]:
     trace, time = one.trace, one.time
     if len(np.unique(trace.events.device[trace.device_rows])) > 1:
         return
+    steady = [(step.start_ns, step.end_ns) for step in time.steady_steps]
+    if not steady:
+        return
     others = trace.rows[Kind.OTHER]
     for row, name in OVERLAP_ANALYSIS.items():
         rows = others[trace.passing(name.__eq__, Kind.OTHER)[trace.events.name[others]]]
-        steady = [(step.start_ns, step.end_ns) for step in time.steady_steps]
         cover = trace.cover(rows)
         ms = sum(int(cover.within(np.array([start]), np.array([end]))[0]) for start, end in steady) / 1e6 / len(steady)
         read = time.rows.get(row, 0.0)

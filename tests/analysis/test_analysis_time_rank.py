@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from support.trace_maker import AUTOGRAD, COPY_STREAM, GLOO, MAIN, MadeTrace, cpu_run, gpu_run, measure, place
 
+from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.time.time_results import ROW_TITLES, RankTime
 
 
@@ -355,3 +356,4 @@ def test_any_soup_of_events_gives_figures(tmp_path, gpu, seed):
     assert placing.step.max(initial=-1) < len(placing.steps) and placing.phase.max(initial=-1) < len(placing.phases)
     ends = [step.end_ns for step in placing.steps]
     assert ends == sorted(ends) and all(step.end_ns >= step.start_ns for step in placing.steps)
+    assert analyze([tmp_path]).verdict.sentence
