@@ -301,12 +301,12 @@ def test_a_smaller_micro_batch_divides_every_batch_that_the_larger_one_divides(n
 
 def test_ranks_that_shard_state_are_not_sent_to_buckets():
     for gathers_twice, flag in ((True, "--use-distributed-optimizer"), (False, "--global-batch-size")):
-        facts = SimpleNamespace(sharding=Sharding(gathers_twice=gathers_twice))
-        advice, flags = communication_rules._advise_shards(facts)
-        assert flags == (flag,) and "bucket" not in advice
+        facts = SimpleNamespace(sharding=Sharding(gathers_twice=gathers_twice), has_plan=True)
+        remedy = communication_rules._advise_shards(facts)
+        assert remedy.flags == (flag,) and "bucket" not in remedy.advice
     plan = Plan(sharding=Sharding(ranks=2), precision="fp32")
     sharded = SimpleNamespace(plan=plan, has_plan=True, argument=lambda name: None)
-    assert communication_rules._advise_on_tail(sharded)[1] == ("--global-batch-size",)
+    assert communication_rules._advise_on_tail(sharded).flags == ("--global-batch-size",)
 
 
 def test_sizes_that_follow_from_a_flag_s_are_not_advised_beside_it():

@@ -1,4 +1,4 @@
-"""What a finding is, what a rule is, and how rules word what they find."""
+"""Findings, the rules that look for them, and how rules word what they find."""
 
 import enum
 from collections.abc import Callable, Iterable
@@ -17,7 +17,7 @@ Needs = Literal["", "run", "snapshot", "trace", "gpu"]
 
 
 class Recording:
-    """What to record so that a rule can look: for this trainer, and for any PyTorch job."""
+    """Flags and files to record so that a rule can look: for this trainer, and for any PyTorch job."""
 
     TRACE = "a trace of some steps: --use-pytorch-profiler --profile-step-start 10 --profile-step-end 15"
     GPU_TRACE = "a trace of a run on a GPU with CUDA activities: --use-pytorch-profiler"
@@ -46,7 +46,7 @@ NEEDED: dict[Needs, str] = {
 
 @dataclass(frozen=True)
 class Evidence:
-    """One thing that was seen, where, and how it was measured."""
+    """A thing that was seen, where, and how it was measured."""
 
     text: str  # one line, numbers with units
     where: str = ""  # "rank 0, step 12, stream 7 at 1,204.3 ms", a source line, a file
@@ -54,7 +54,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Finding:
-    """One cause of lost time or memory."""
+    """A cause of lost time or memory."""
 
     code: str = ""
     title: str = ""
@@ -68,6 +68,14 @@ class Finding:
     certain: bool = True  # False: likely, and the text says what would settle it
     rank: int | None = None  # if it is one rank's
     once_ms: float | None = None  # of the trace, if it is paid once rather than by each step: then cost_ms is None
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change that removes a cause."""
+
+    advice: str  # one line
+    flags: tuple[str, ...] = ()  # the same as flags: ("--num-workers 4",)
 
 
 NO_STEADY_STEP = "the trace has no steady step"
@@ -86,7 +94,7 @@ class CheckResult(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Observation:
-    """What a rule saw where it found no cause worth a finding, or why it could not look."""
+    """A rule's look: what it saw where it found no cause worth a finding, or why it could not look."""
 
     outcome: CheckResult
     evidence: tuple[Evidence, ...] = ()  # never empty for passed and failed
@@ -125,7 +133,7 @@ def saw_nothing(one: RankFacts, what: str) -> Observation:
 
     Args:
         one: the rank of the trace.
-        what: what is not there: "no graph is captured".
+        what: what is not there, as in "no graph is captured".
     """
     if not one.time.step_ms > 0:
         return could_not_look(Evidence(NO_STEADY_STEP, one.where()))
@@ -167,24 +175,28 @@ class Rule:
 
     def examine(self, facts: Facts) -> Finding | Observation:
         """Find the cause, or say what was seen in its place."""
-        one = facts.critical
-        known = {"run": facts.run, "snapshot": facts.highest_snapshot}.get(self.needs, one)
-        answer: Finding | Observation
-        if not self.needs:
-            answer = self.function(facts)
-        elif known is None or (self.needs == "gpu" and one is not None and not one.time.on_gpu):
-            answer = could_not_look()
-        else:
-            answer = self.function(facts, known)
+        answer = self._ask(facts)
         if isinstance(answer, Finding):
             return replace(answer, code=self.code, title=answer.title or self.title)
         if answer.outcome is CheckResult.NOT_VISIBLE and not answer.remedy:
             return replace(answer, remedy=self.record)
         return answer
 
+    def _ask(self, facts: Facts) -> Finding | Observation:
+        """Call the function with what it needs, where the run has it."""
+        if not self.needs:
+            return self.function(facts)
+        one = facts.critical
+        if self.needs == "gpu" and one is not None and not one.time.on_gpu:
+            return could_not_look()
+        needed = {"run": facts.run, "snapshot": facts.highest_snapshot}.get(self.needs, one)
+        if needed is None:
+            return could_not_look()
+        return self.function(facts, needed)
+
     @property
     def page(self) -> str:
-        """What `megatron-lite explain CODE` prints."""
+        """The text that `megatron-lite explain CODE` prints."""
         return cleandoc(self.function.__doc__ or "")
 
 
@@ -212,8 +224,31 @@ def build_time_finding(
     certain: bool = True,
     rank: int | None = None,
 ) -> Finding:
-    """What costs `cost_ms` of each step, and gains that if it goes."""
-    return Finding("", "", cost_ms, None, tuple(evidence), advice, flags, cost_ms, None, certain, rank)
+    """Build the finding of what costs `cost_ms` of each step, and gains that if it goes.
+
+    Args:
+        cost_ms: ms per step; None for unknown.
+        evidence: what was seen, what counts most first.
+        advice: what to change.
+        flags: what to change, as flags.
+        certain: whether nothing else can have made it.
+        rank: the rank that it is of; None where it is of all.
+    """
+    return Finding(
+        cost_ms=cost_ms,
+        gain_ms=cost_ms,
+        evidence=tuple(evidence),
+        advice=advice,
+        flags=flags,
+        certain=certain,
+        rank=rank,
+    )
+
+
+def measure_longest_step(facts: Facts) -> float:
+    """Measure the longest step among the ranks with a trace, ms; 0 without traces."""
+    rows = facts.ranks.rows if facts.ranks else ()
+    return max((row.step_ms for row in rows), default=0.0)
 
 
 def find_lost_time(
@@ -272,6 +307,24 @@ def find_lost_memory(
     flags: tuple[str, ...] = (),
     certain: bool = True,
 ) -> Finding:
-    """What holds `num_bytes` in a snapshot. seen: the first piece of evidence; more: the other pieces."""
-    evidence, rank = (Evidence(seen, most.source), *more), most.rank
-    return Finding("", "", None, num_bytes, evidence, advice, flags, None, gain_bytes, certain, rank)
+    """Build the finding of what holds memory in a snapshot.
+
+    Args:
+        most: the snapshot.
+        num_bytes: what is held.
+        gain_bytes: what would be free without it; None for unknown.
+        seen: the first piece of evidence.
+        advice: what to change.
+        more: the other pieces of evidence.
+        flags: what to change, as flags.
+        certain: whether nothing else can have made it.
+    """
+    return Finding(
+        cost_bytes=num_bytes,
+        evidence=(Evidence(seen, most.source), *more),
+        advice=advice,
+        flags=flags,
+        gain_bytes=gain_bytes,
+        certain=certain,
+        rank=most.rank,
+    )

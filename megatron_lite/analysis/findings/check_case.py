@@ -1,4 +1,4 @@
-"""What a check is, and what may answer it."""
+"""A check of a run, and what may answer it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Check:
 
 @dataclass(frozen=True)
 class CheckCase:
-    """What answers the checks of a run."""
+    """Everything that may answer the checks of a run."""
 
     facts: Facts
     findings: tuple[Finding, ...] = ()  # most costly first
@@ -34,7 +34,7 @@ class CheckCase:
         return tuple(one for one in self.findings if one.code in codes)
 
     def get_look(self, code: str) -> Observation | None:
-        """What the rule with this code saw; None where it was not asked."""
+        """Get what the rule with this code saw; None where it was not asked."""
         return (self.looks or {}).get(code)
 
 

@@ -1,6 +1,7 @@
 """Gradients on their way between ranks, and ranks that come late."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,14 +11,16 @@ from megatron_lite.analysis.findings.base import (
     Finding,
     Observation,
     Recording,
+    Remedy,
     build_time_finding,
     could_not_look,
     find_lost_time,
+    measure_longest_step,
     rule,
     saw,
     saw_nothing,
 )
-from megatron_lite.analysis.intervals import Integers
+from megatron_lite.analysis.intervals import Flags, Integers, Numbers
 from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.ranks.calls import collective_bytes
 from megatron_lite.analysis.ranks.exposed import GRADIENTS, REST, find_rows_for, is_of_weights, shows_sharding
@@ -32,15 +35,17 @@ from megatron_lite.variables import MORE_QUEUES, QUEUES, has_needless_order
 
 # --- gradients
 
-BACKWARD, GRAD_SYNC = Phase.BACKWARD.value, Phase.GRAD_SYNC.value
+BACKWARD = Phase.BACKWARD.value
+GRAD_SYNC = Phase.GRAD_SYNC.value
+NS_PER_MS = 1e6
 
 
 def _find_reductions(facts: Facts, one: RankFacts) -> Integers:
-    """Collectives of backward and of what is left of it after: those of logging and evaluating are no gradients, nor
-    are exchanges of tokens and gathers of weights.
+    """Rows of the collectives that reduce gradients: those of backward, and of what is left of it after.
 
-    None where ranks split layers or have stages of a pipeline: what they exchange within those is not told from
-    gradients.
+    Collectives of logging and evaluating are no gradients, nor are exchanges of tokens and gathers of weights. The
+    result is empty where ranks split layers or have stages of a pipeline: what they exchange within those is not told
+    from gradients.
     """
     if facts.splits_model:
         return np.empty(0, np.int64)
@@ -58,25 +63,39 @@ class Reduction:
 
 
 def _measure_reduction(facts: Facts, one: RankFacts) -> Reduction | None:
-    """None without collectives of gradients, or where the trace does not say what backward is."""
-    rows, steps = _find_reductions(facts, one), one.placing.step
+    """Measure how gradients are reduced beside backward.
+
+    The result is None without collectives of gradients, or where the trace does not say what backward is.
+    """
+    rows = _find_reductions(facts, one)
     backward = one.in_phases(one.compute_rows(), BACKWARD)
     if not len(rows) or not len(backward):
         return None
-    events = one.trace.events
-    computed, reduced = np.full(len(one.time.steps), -1, np.int64), np.zeros(len(one.time.steps), np.int64)
-    np.maximum.at(computed, steps[backward], events.end_ns[backward])  # per step, the end of backward's computing
-    rows = rows[computed[steps[rows]] >= 0]
-    np.maximum.at(reduced, steps[rows], events.end_ns[rows])
-    seen = np.unique(steps[rows])
-    length, early = events.end_ns[rows] - events.start_ns[rows], events.start_ns[rows] < computed[steps[rows]]
-    total, number = float(length.sum()), one.steady_steps
+    step = one.placing.step
+    start_ns = one.trace.events.start_ns
+    end_ns = one.trace.events.end_ns
+    computed_ns = _find_last_ends(one, backward)
+    rows = rows[computed_ns[step[rows]] >= 0]
+    reduced_ns = _find_last_ends(one, rows)
+    duration_ns = end_ns[rows] - start_ns[rows]
+    begins_early = start_ns[rows] < computed_ns[step[rows]]
+    total_ns = float(duration_ns.sum())
+    early_ns = float(duration_ns[begins_early].sum())
+    seen = np.unique(step[rows])
+    tail_ns = one.find_exposed(rows).within(computed_ns[seen], reduced_ns[seen]).sum()
     return Reduction(
-        collectives=len(rows) / number,
-        communication_ms=total / 1e6 / number,
-        tail_ms=float(one.find_exposed(rows).within(computed[seen], reduced[seen]).sum()) / 1e6 / number,
-        early_share=float(length[early].sum()) / total if total else 0.0,
+        collectives=len(rows) / one.steady_steps,
+        communication_ms=total_ns / NS_PER_MS / one.steady_steps,
+        tail_ms=float(tail_ns) / NS_PER_MS / one.steady_steps,
+        early_share=early_ns / total_ns if total_ns else 0.0,
     )
+
+
+def _find_last_ends(one: RankFacts, rows: Integers) -> Integers:
+    """Find when the last of these events of each step ends, ns; -1 for a step without one."""
+    last_ns = np.full(len(one.time.steps), -1, np.int64)
+    np.maximum.at(last_ns, one.placing.step[rows], one.trace.events.end_ns[rows])
+    return last_ns
 
 
 NO_REDUCTION = "no reduction of gradients beside a backward pass"
@@ -105,62 +124,77 @@ def find_all_reduce_tail(facts: Facts, one: RankFacts) -> Finding | Observation:
         return could_not_look(Evidence(NO_REDUCTION, one.where()))
     if seen.early_share < NEVER_EARLY:
         return saw(_describe_early_share(one, seen))
+    collectives = counted(seen.collectives, "collective")
     text = (
-        f"the tail takes {one.of_step(seen.tail_ms)}; {counted(seen.collectives, 'collective')} of together "
-        f"{in_ms(seen.communication_ms)} per step, {seen.early_share:.0%} of it begun before backward's end"
+        f"the tail takes {one.of_step(seen.tail_ms)}; {collectives} of together {in_ms(seen.communication_ms)} "
+        f"per step, {seen.early_share:.0%} of it begun before backward's end"
     )
-    alone = facts.ranks is None or len(facts.ranks.present) < 2
-    waiting = Evidence(
-        "with one rank's trace alone, waiting for a slower rank cannot be distinguished from the transfer"
-    )
-    advice, flags = _advise_on_tail(facts)
-    more = [waiting] if alone else []
+    doubts = []
+    if facts.ranks is None or len(facts.ranks.present) < 2:
+        doubts.append(Evidence(ONE_RANK_ONLY))
     doubt = facts.doubt_exchange()
-    more += [Evidence(doubt)] if doubt else []
-    return find_lost_time(one, seen.tail_ms, text, advice, *more, flags=flags, certain=not more)
+    if doubt:
+        doubts.append(Evidence(doubt))
+    remedy = _advise_on_tail(facts)
+    return find_lost_time(
+        one,
+        seen.tail_ms,
+        text,
+        remedy.advice,
+        *doubts,
+        flags=remedy.flags,
+        certain=not doubts,
+    )
 
 
+ONE_RANK_ONLY = "with one rank's trace alone, waiting for a slower rank cannot be distinguished from the transfer"
 DEFAULT_BUCKET = 6_553_600  # parameters: 25 MiB of fp32, as torch has it
 BF16_REDUCTION = "--grad-reduce-in-bf16"
 LESS_OFTEN = "--global-batch-size"
 
 
-def _advise_on_tail(facts: Facts) -> tuple[str, tuple[str, ...]]:
-    """What shortens the reduction that is left after backward, and its flags: those that this run would take."""
+def _advise_on_tail(facts: Facts) -> Remedy:
+    """Choose what shortens the reduction that is left after backward, of what this run would take."""
     ways: list[str] = []
     flags: list[str] = []
     if not _has_no_buckets(facts):
-        smaller = (facts.settings.ddp_bucket_size or DEFAULT_BUCKET) // 4
-        flags.append(f"--ddp-bucket-size {max(1, smaller)}")
-        ways.append(f"smaller buckets ({flags[-1]})")
+        bucket = facts.settings.ddp_bucket_size or DEFAULT_BUCKET
+        flag = f"--ddp-bucket-size {max(1, bucket // 4)}"
+        flags.append(flag)
+        ways.append(f"smaller buckets ({flag})")
     takes_it = not facts.has_plan or facts.plan.precision == "bf16"
     if takes_it and not facts.settings.grad_reduce_in_bf16:
         flags.append(BF16_REDUCTION)
         ways.append(f"16-bit reduction ({BF16_REDUCTION})")
-    ways.append("more micro-batches per step")
+    last_way = "more micro-batches per step"
     if not flags:
         flags.append(LESS_OFTEN)
-        ways[-1] += f" (a larger {LESS_OFTEN})"
-    return " or ".join((", ".join(ways[:-1]), ways[-1])) if len(ways) > 1 else ways[0], tuple(flags)
+        last_way += f" (a larger {LESS_OFTEN})"
+    advice = f"{', '.join(ways)} or {last_way}" if ways else last_way
+    return Remedy(advice, tuple(flags))
 
 
-LARGER_UNITS = "shard larger units: one fully_shard (FSDP's wrapping policy) around several layers"
+LARGER_UNITS = Remedy("shard larger units: one fully_shard (FSDP's wrapping policy) around several layers")
 
 
 def _has_no_buckets(facts: Facts) -> bool:
-    """Whether replicas share out state, by the run's plan, or by the names in the trace of another job."""
+    """Whether replicas shard state, by the run's plan, or by the names in the trace of another job.
+
+    Replicas that shard state have no buckets of gradients, but reduce layer by layer.
+    """
     if facts.has_plan or facts.critical is None:
         return facts.plan.sharding is not None
     return is_fully_sharded(facts.critical.trace) is True
 
 
-def _advise_shards(facts: Facts) -> tuple[str, tuple[str, ...]]:
-    """What replicas that shard state can do where buckets would help others: they have none,
-    but reduce layer by layer."""
+def _advise_shards(facts: Facts) -> Remedy:
+    """Choose what replicas that shard state can do where buckets would help others."""
+    if not facts.has_plan:
+        return LARGER_UNITS
     if facts.sharding.gathers_twice:
         flag = "--use-distributed-optimizer"
-        return f"reduce once per step, if memory allows: {flag} instead of --use-torch-fsdp2", (flag,)
-    return f"more micro-batches per step, which reduce less often: a larger {LESS_OFTEN}", (LESS_OFTEN,)
+        return Remedy(f"reduce once per step, if memory allows: {flag} instead of --use-torch-fsdp2", (flag,))
+    return Remedy(f"more micro-batches per step, which reduce less often: a larger {LESS_OFTEN}", (LESS_OFTEN,))
 
 
 NEVER_EARLY = 0.05  # of the communication: that little begins early by rounding, or is no gradient
@@ -180,29 +214,42 @@ def find_no_overlap(facts: Facts, one: RankFacts) -> Finding | Observation:
     Flags: --ddp-bucket-size N (parameters, 25 MiB of them when left out); in Megatron-LM --overlap-grad-reduce.
     False alarm: models so small that one bucket is all there is.
     """
-    seen, number = _measure_reduction(facts, one), facts.parameters
+    seen = _measure_reduction(facts, one)
     if seen is None:
         return could_not_look(Evidence(NO_REDUCTION, one.where()))
     if seen.early_share >= NEVER_EARLY:
         return saw(_describe_early_share(one, seen))
-    flag = f"--ddp-bucket-size {number // BUCKETS}" if number else "--ddp-bucket-size"
     text = (
         f"{counted(seen.collectives, 'collective')} per step, none before backward's end; not overlapped with compute: "
         f"{one.of_step(seen.tail_ms)}"
     )
-    advice = f"several buckets, reduced while backward goes on: {flag}; in Megatron-LM --overlap-grad-reduce"
-    flags: tuple[str, ...] = (flag,)
-    if _has_no_buckets(facts):
-        advice, flags = _advise_shards(facts) if facts.has_plan else (LARGER_UNITS, ())
+    remedy = _advise_shards(facts) if _has_no_buckets(facts) else _advise_buckets(facts)
     doubt = facts.doubt_exchange()
     more = [Evidence(doubt)] if doubt else []
-    return find_lost_time(one, seen.tail_ms, text, advice, *more, flags=flags, certain=not more)
+    return find_lost_time(
+        one,
+        seen.tail_ms,
+        text,
+        remedy.advice,
+        *more,
+        flags=remedy.flags,
+        certain=not more,
+    )
+
+
+def _advise_buckets(facts: Facts) -> Remedy:
+    """Advise several buckets, as large as the model's number of parameters asks for."""
+    number = facts.parameters
+    flag = f"--ddp-bucket-size {number // BUCKETS}" if number else "--ddp-bucket-size"
+    advice = f"several buckets, reduced while backward goes on: {flag}; in Megatron-LM --overlap-grad-reduce"
+    return Remedy(advice, (flag,))
 
 
 SMALL_BYTES = 2**20  # latency is about that of moving a megabyte, on NVLink as on a network
 MAX_SMALL_REDUCTIONS = 16  # per step: the loss, the norm and a few flags are fewer
 FP32_BYTES = 4
 BUCKET_FLAG = f"--ddp-bucket-size {DEFAULT_BUCKET}"
+LARGER_BUCKETS = Remedy(f"larger buckets: {BUCKET_FLAG}", (BUCKET_FLAG,))
 
 
 @rule("small-buckets", "many small collectives", "collectives", needs="trace")
@@ -223,28 +270,47 @@ def find_small_buckets(facts: Facts, one: RankFacts) -> Finding | Observation:
     if facts.splits_model:  # hidden states are as large as a micro-batch makes them
         text = "ranks split the model, so that small collectives need not be gradients"
         return could_not_look(Evidence(text, one.where()))
-    rows, number = one.communication_rows(), facts.parameters
-    sizes = collective_bytes(one.trace, rows, facts.plan.world.size)  # NaN for unknown
-    if np.isnan(sizes).all() and number:
-        rows = _find_reductions(facts, one)
-        sizes = np.full(len(rows), FP32_BYTES * number * one.steady_steps / max(1, len(rows)))
-    elif np.isnan(sizes).all() and len(rows):
+    seen = _measure_collectives(facts, one)
+    if seen is None:
         return could_not_look(record=Recording.SHAPES)
-    small = rows[sizes <= SMALL_BYTES]
+    is_small = seen.num_bytes <= SMALL_BYTES
+    small = seen.rows[is_small]
     if one.per_step(small) < MAX_SMALL_REDUCTIONS:
-        text = f"{significant(one.per_step(small))} of {counted(one.per_step(rows), 'collective')} per step are small"
+        number = significant(one.per_step(small))
+        text = f"{number} of {counted(one.per_step(seen.rows), 'collective')} per step are small"
         return saw(Evidence(text, one.where()))
-    cost, median = one.exposed_ms(small), float(np.median(sizes[sizes <= SMALL_BYTES]))
-    text = (
-        f"{counted(round(one.per_step(small)), 'collective')} per step of {size(median)} (median); "
-        "not overlapped with compute:"
+    cost_ms = one.exposed_ms(small)
+    number = counted(round(one.per_step(small)), "collective")
+    median_bytes = float(np.median(seen.num_bytes[is_small]))
+    text = f"{number} per step of {size(median_bytes)} (median); not overlapped with compute: {one.of_step(cost_ms)}"
+    remedy = _advise_shards(facts) if _has_no_buckets(facts) else LARGER_BUCKETS
+    return find_lost_time(
+        one, cost_ms, text, remedy.advice, row=small[0], flags=remedy.flags, certain=False, cheap=True
     )
-    text += f" {one.of_step(cost)}"
-    advice = f"larger buckets: {BUCKET_FLAG}"
-    flags: tuple[str, ...] = (BUCKET_FLAG,)
-    if _has_no_buckets(facts):
-        advice, flags = _advise_shards(facts) if facts.has_plan else (LARGER_UNITS, ())
-    return find_lost_time(one, cost, text, advice, row=small[0], flags=flags, certain=False, cheap=True)
+
+
+@dataclass(frozen=True)
+class CollectiveSizes:
+    """Collectives of a rank's steady steps, by row of the trace."""
+
+    rows: Integers
+    num_bytes: Integers | Numbers  # of each; NaN for unknown
+
+
+def _measure_collectives(facts: Facts, one: RankFacts) -> CollectiveSizes | None:
+    """Measure what collectives move, by the trace's shapes or by the number of parameters.
+
+    The result is None where there are collectives and neither is known.
+    """
+    rows = one.communication_rows()
+    num_bytes = collective_bytes(one.trace, rows, facts.plan.world.size)
+    if not np.isnan(num_bytes).all():
+        return CollectiveSizes(rows, num_bytes)
+    if facts.parameters:
+        rows = _find_reductions(facts, one)
+        gradients_bytes = FP32_BYTES * facts.parameters * one.steady_steps
+        return CollectiveSizes(rows, np.full(len(rows), gradients_bytes / max(1, len(rows))))
+    return None if len(rows) else CollectiveSizes(rows, num_bytes)
 
 
 AS_MANY = 0.5  # of the last micro-batch's collectives, in each of the others: a stray one is something else
@@ -264,31 +330,67 @@ def find_reduce_every_micro_batch(facts: Facts, one: RankFacts) -> Finding | Obs
         trainer.
     False alarm: collectives in backward that are no gradients (tensor, context or expert parallelism).
     """
-    starts, steps = one.trace.events.start_ns, one.placing.step
-    ranges, rows = one.backward_ranges(), _find_reductions(facts, one)
+    ranges = one.backward_ranges()
+    rows = _find_reductions(facts, one)
     if not len(rows):
         return saw_nothing(one, "no reduction of gradients")
     if len(ranges) < 2:
         return could_not_look(Evidence("no range around each backward pass", one.where()))
-    launches = one.trace.launch_of[rows]
-    begins = starts[np.where(launches >= 0, launches, rows)]  # by the host
-    at = np.searchsorted(starts[ranges], begins, side="right") - 1  # the backward that the collective follows
-    same = (at >= 0) & (steps[ranges[np.maximum(at, 0)]] == steps[rows])
-    last = np.append(steps[ranges][1:] != steps[ranges][:-1], True)
-    counts = np.bincount(at[same], minlength=len(ranges))
-    if last.all() or counts[~last].mean() < AS_MANY * counts[last].mean() or not counts[~last].any():
+    is_last = _is_last_of_step(one, ranges)
+    followed = _find_followed_ranges(one, ranges, rows)
+    counts = np.bincount(followed[followed >= 0], minlength=len(ranges))
+    if not _reduces_before_last(counts, is_last):
         return saw_nothing(one, "no reduction in micro-batches before the last one")
-    early, batches = rows[same & ~last[np.maximum(at, 0)]], len(ranges) / last.sum()
-    if one.share(one.per_step_ms(early)) < MIN_SHARE_SHOWN:
-        text = f"micro-batches before the last one reduce for {one.of_step(one.per_step_ms(early))}"
+    early = rows[(followed >= 0) & ~is_last[np.maximum(followed, 0)]]
+    early_ms = one.per_step_ms(early)
+    if one.share(early_ms) < MIN_SHARE_SHOWN:
+        text = f"micro-batches before the last one reduce for {one.of_step(early_ms)}"
         return saw(Evidence(text, one.where()))
-    cost = one.exposed_ms(early)
+    cost_ms = one.exposed_ms(early)
+    micro_batches = significant(len(ranges) / is_last.sum())
     text = (
-        f"{significant(batches)} micro-batches per step, and all reduce: those before the last one communicate "
-        f"{in_ms(one.per_step_ms(early))} per step; not overlapped with compute: {one.of_step(cost)}"
+        f"{micro_batches} micro-batches per step, and all reduce: those before the last one communicate "
+        f"{in_ms(early_ms)} per step; not overlapped with compute: {one.of_step(cost_ms)}"
     )
     advice = "reduce after the last micro-batch only: model.no_sync() around the others"
-    return find_lost_time(one, cost, text, advice, row=early[0], at_least=0.0)
+    return find_lost_time(one, cost_ms, text, advice, row=early[0], at_least=0.0)
+
+
+def _is_last_of_step(one: RankFacts, ranges: Integers) -> Flags:
+    """Tell for each range around backward whether it is the last one of its step."""
+    step = one.placing.step[ranges]
+    return np.append(step[1:] != step[:-1], True)
+
+
+def _find_followed_ranges(one: RankFacts, ranges: Integers, rows: Integers) -> Integers:
+    """Find the place in `ranges` of the backward that each collective follows; -1 where it follows none of its step.
+
+    A collective follows the last backward that began before the host launched it.
+
+    Args:
+        one: The rank.
+        ranges: Rows of the ranges around backward, by start.
+        rows: Rows of the collectives.
+    """
+    start_ns = one.trace.events.start_ns
+    step = one.placing.step
+    launches = one.trace.launch_of[rows]
+    launched_ns = start_ns[np.where(launches >= 0, launches, rows)]
+    place = np.searchsorted(start_ns[ranges], launched_ns, side="right") - 1
+    in_same_step = step[ranges[np.maximum(place, 0)]] == step[rows]
+    return np.where((place >= 0) & in_same_step, place, -1)
+
+
+def _reduces_before_last(counts: Integers, is_last: Flags) -> bool:
+    """Whether micro-batches before a step's last one reduce about as often as it does.
+
+    Args:
+        counts: Collectives of each micro-batch.
+        is_last: Whether each is the last of its step.
+    """
+    if is_last.all() or not counts[~is_last].any():
+        return False
+    return bool(counts[~is_last].mean() >= AS_MANY * counts[is_last].mean())
 
 
 CAUSES = {
@@ -301,7 +403,7 @@ CAUSES = {
 
 @rule("straggler", "rank that the others wait for", "ranks", "collectives")
 def find_straggler(facts: Facts) -> Finding | Observation:
-    """One rank makes the others wait.
+    """A rank makes the others wait.
 
     Meaning: every collective ends for all when the last rank has come. A rank that is slower, or that waits for its
         data or its host, costs the time of all, and shows up on the others as communication.
@@ -319,39 +421,72 @@ def find_straggler(facts: Facts) -> Finding | Observation:
         rank's cores: without a record of what each rank got of them the finding is likely at most, unless the GPU
         itself computes longer.
     """
-    ranks, run = facts.ranks, facts.run
-    found = ranks.straggler if ranks else None
-    step_ms = max((row.step_ms for row in ranks.rows), default=0.0) if ranks else 0.0
-    if found is None and run is not None and run.ranks is not None:
-        found, step_ms = find_straggler_by_medians(run), run.steady_step_ms or 0.0
+    found, step_ms = _find_latest_rank(facts)
     if found is None or found.caused_wait_ms < MATTERS * step_ms:
         return look_at_ranks(facts)
-    flags: tuple[str, ...] = ()  # what to record: what the traces that there are do not have
-    if ranks is None or ranks.missing:
-        flags = ("--profile-ranks -1",)
-    elif not all(one.trace.with_stack for one in facts.ranks_seen):
-        flags = ("--pytorch-profiler-collect-callstack",)
-    why = CAUSES.get(found.cause) or (
-        f"record it with {flags[0]}, and compare it with another one"
-        if flags
-        else "swap its node or GPU with another's and see whether the rank or the place is slow"
-    )
-    reason = "no single cause covers 80% of its lag"
-    if found.cause:
-        phase = f", most of it in {found.phase}" if found.phase else ""
-        what = "waiting for data" if found.cause == "data_wait" else found.cause
-        reason = f"{what} takes {in_ms(found.cause_ms)} longer than on the median of the others{phase}"
-    advice = f"rank {found.rank}: {why}"
-    seen = [Evidence(_describe_lateness(found, ranks), f"rank {found.rank}"), Evidence(reason)]
+    flags = _choose_recording(facts)
+    evidence = [
+        Evidence(_describe_lateness(found, facts.ranks), f"rank {found.rank}"),
+        Evidence(_describe_cause(found)),
+    ]
     if found.alike:
-        several = f"rank{'s' if len(found.alike) > 1 else ''} {', '.join(map(str, found.alike))}"
-        seen.append(
-            Evidence(f"{several} {'come' if len(found.alike) > 1 else 'comes'} nearly as late, and hardly waits")
-        )
+        evidence.append(Evidence(_describe_alike(found.alike)))
     doubt = facts.doubt_straggler(found)
-    seen += [Evidence(doubt)] if doubt else []
-    certain = bool(found.cause) and found.share_last is not None and not doubt
-    return build_time_finding(found.caused_wait_ms, seen, advice, flags, certain, found.rank)
+    if doubt:
+        evidence.append(Evidence(doubt))
+    advice = f"rank {found.rank}: {_advise_on_cause(found, flags)}"
+    is_certain = bool(found.cause) and found.share_last is not None and not doubt
+    return build_time_finding(found.caused_wait_ms, evidence, advice, flags, is_certain, found.rank)
+
+
+def _find_latest_rank(facts: Facts) -> tuple[Straggler | None, float]:
+    """Find the rank that the others wait for, by the traces, else by every rank's own times.
+
+    Returns:
+        The rank, and the length of a step of the same source, ms.
+    """
+    ranks = facts.ranks
+    run = facts.run
+    if ranks is not None and ranks.straggler is not None:
+        return ranks.straggler, measure_longest_step(facts)
+    if run is not None and run.ranks is not None:
+        return find_straggler_by_medians(run), run.steady_step_ms or 0.0
+    return None, 0.0
+
+
+def _choose_recording(facts: Facts) -> tuple[str, ...]:
+    """Choose the flags that record what the traces of a run lack."""
+    if facts.ranks is None or facts.ranks.missing:
+        return ("--profile-ranks -1",)
+    if not all(one.trace.with_stack for one in facts.ranks_seen):
+        return ("--pytorch-profiler-collect-callstack",)
+    return ()
+
+
+def _advise_on_cause(found: Straggler, flags: tuple[str, ...]) -> str:
+    """Advise what to do about a late rank. flags: what would record more of it."""
+    if found.cause in CAUSES:
+        return CAUSES[found.cause]
+    if flags:
+        return f"record it with {flags[0]}, and compare it with another one"
+    return "swap its node or GPU with another's and see whether the rank or the place is slow"
+
+
+def _describe_cause(found: Straggler) -> str:
+    """Describe what takes a late rank longer than the others."""
+    if not found.cause:
+        return "no single cause covers 80% of its lag"
+    what = "waiting for data" if found.cause == "data_wait" else found.cause
+    phase = f", most of it in {found.phase}" if found.phase else ""
+    return f"{what} takes {in_ms(found.cause_ms)} longer than on the median of the others{phase}"
+
+
+def _describe_alike(ranks: Sequence[int]) -> str:
+    """Name the ranks that come nearly as late as the latest."""
+    names = ", ".join(map(str, ranks))
+    if len(ranks) > 1:
+        return f"ranks {names} come nearly as late, and hardly waits"
+    return f"rank {names} comes nearly as late, and hardly waits"
 
 
 def look_at_ranks(facts: Facts) -> Observation:
@@ -365,22 +500,24 @@ def look_at_ranks(facts: Facts) -> Observation:
 
 
 def _describe_lateness(found: Straggler, ranks: RankComparison | None) -> str:
+    """Describe how late a rank comes, by the collectives or by every rank's own clock."""
     caused = in_ms(found.caused_wait_ms)
     if found.share_last is not None:
         last = f"rank {found.rank} is last in {found.share_last:.0%} of the collectives"
         return f"{last}; others wait {caused} per step"
     # No collectives were seen, only every rank's own clock; traces may show waits all the same.
-    text = f"over the whole run rank {found.rank} takes {caused} longer per step than the median rank"
-    text += " (medians in steps.jsonl)"
+    text = (
+        f"over the whole run rank {found.rank} takes {caused} longer per step than the median rank "
+        "(medians in steps.jsonl)"
+    )
     rows = ranks.rows if ranks else ()
     awaited = [(row.caused_wait_ms, row.rank) for row in rows if row.caused_wait_ms is not None]
     if len(awaited) < 2:
         return text
     most_ms, rank = max(awaited, key=lambda one: one[0])
-    agrees = rank == found.rank
-    text += "; in the profiled steps, too," if agrees else "; but in the profiled steps"
-    whom = "it" if agrees else f"rank {rank}"
-    return f"{text} the others wait most for {whom}, {in_ms(most_ms)} per step"
+    if rank == found.rank:
+        return f"{text}; in the profiled steps, too, the others wait most for it, {in_ms(most_ms)} per step"
+    return f"{text}; but in the profiled steps the others wait most for rank {rank}, {in_ms(most_ms)} per step"
 
 
 @rule("tensor-across-nodes", "tensor parallel ranks on several nodes", "ranks", "collectives")
@@ -397,21 +534,23 @@ def find_tensor_across_nodes(facts: Facts) -> Finding | Observation:
     Flags: --tensor-model-parallel-size; --pipeline-model-parallel-size; --context-parallel-size for long sequences.
     False alarm: nodes joined by links as fast as those within (NVL72); ranks of one machine that say they are several.
     """
-    ranks, tensor, near = facts.ranks, facts.plan.layout.tensor or 1, facts.local_ranks
-    if ranks is None or not near:
+    ranks = facts.ranks
+    tensor = facts.plan.layout.tensor or 1
+    per_node = facts.local_ranks
+    if ranks is None or not per_node:
         return could_not_look(record=Recording.RUN_FOLDER)
-    if tensor < 2 or near % tensor == 0:
-        return saw(Evidence(f"{counted(tensor, 'tensor parallel rank')}, {near} on a node", RUN_FILE))
+    layout = f"{counted(tensor, 'tensor parallel rank')}, {per_node} on a node"
+    if tensor < 2 or per_node % tensor == 0:
+        return saw(Evidence(layout, RUN_FILE))
     exposed_ms = sum(row.exposed_ms for row in ranks.groups if row.group == "tensor")
-    step_ms = max((row.step_ms for row in ranks.rows), default=0.0)
+    step_ms = measure_longest_step(facts)
     if exposed_ms < MATTERS * step_ms or not step_ms:
         return saw(Evidence(f"{in_ms(exposed_ms)} of their communication per step is not overlapped with compute"))
     exposed = f"{in_ms(exposed_ms)} of their communication is not overlapped with compute"
-    seen = Evidence(f"{tensor} tensor parallel ranks, {near} on a node; {exposed}")
-    fewer = math.gcd(tensor, near)
+    fewer = math.gcd(tensor, per_node)
     flags = (f"--tensor-model-parallel-size {fewer}", f"--pipeline-model-parallel-size {tensor // fewer}")
     advice = f"use tensor parallelism within a node only: {flags[0]}, and {flags[1]} for the rest"
-    return build_time_finding(exposed_ms, [seen], advice, flags)
+    return build_time_finding(exposed_ms, [Evidence(f"{layout}; {exposed}")], advice, flags)
 
 
 @dataclass(frozen=True)
@@ -425,21 +564,37 @@ class ShardTraffic:
 
 
 def _measure_shard_traffic(facts: Facts) -> ShardTraffic | None:
-    """None where no trace shows that replicas gather weights."""
+    """Measure the exchange of weights and gradients among replicas that shard them.
+
+    The result is None where no trace shows that replicas gather weights.
+    """
     ranks = facts.ranks
-    step_ms = max((row.step_ms for row in ranks.rows), default=0.0) if ranks else 0.0
+    step_ms = measure_longest_step(facts)
     if ranks is None or not step_ms:
         return None
-    unnamed = () if facts.splits_model else ("", "all ranks")  # then all that ranks exchange is among replicas
-    rows = [row for row in ranks.collectives if "data" in row.group or row.group in unnamed]
+    rows = [row for row in ranks.collectives if _is_among_replicas(facts, row.group)]
+    is_sharded = shows_sharding(facts.critical) if facts.critical else None
+    gathers = [row for row in rows if row.name == "all_gather" and is_of_weights(row.dtype, is_sharded)]
+    if not gathers:
+        return None
     # calls of two kinds at once are exposed both, and cost only once
-    most_ms = sum(row.exposed_ms for row in ranks.groups if row.group in {one.group for one in rows})
-    sharded = shows_sharding(facts.critical) if facts.critical else None
-    gathers = [row for row in rows if row.name == "all_gather" and is_of_weights(row.dtype, sharded)]
+    groups = {row.group for row in rows}
+    most_ms = sum(row.exposed_ms for row in ranks.groups if row.group in groups)
     gathers_ms = min(sum(row.exposed_ms for row in gathers), most_ms)
     reductions_ms = sum(row.exposed_ms for row in rows if row.name == "reduce_scatter")
-    number = sum(row.per_step for row in gathers)
-    return ShardTraffic(gathers_ms, number, min(reductions_ms, most_ms - gathers_ms), step_ms) if gathers else None
+    return ShardTraffic(
+        gathers_ms=gathers_ms,
+        gathers=sum(row.per_step for row in gathers),
+        reductions_ms=min(reductions_ms, most_ms - gathers_ms),
+        step_ms=step_ms,
+    )
+
+
+def _is_among_replicas(facts: Facts, group: str) -> bool:
+    """Whether a group of ranks are replicas. Ranks that do not split the model are all replicas of each other."""
+    if "data" in group:
+        return True
+    return not facts.splits_model and group in ("", "all ranks")
 
 
 @rule("parameter-gather", "weight gathering not overlapped with compute", "step", "collectives")
@@ -466,27 +621,31 @@ def find_parameter_gather(facts: Facts) -> Finding | Observation:
     if seen.gathers_ms < MATTERS * seen.step_ms:
         text = f"gathers of weights not overlapped with compute: {in_ms(seen.gathers_ms)} of {in_ms(seen.step_ms)}"
         return saw(Evidence(text))
-    # ranks of a node that train the same part of the model, among those that share it out
-    near = (facts.local_ranks or 0) // (facts.plan.layout.tensor or 1)
-    sharing = facts.sharding.ranks or 1
-    flags: tuple[str, ...] = ()
-    if facts.sharding.gathers_twice:
-        flags = ("--torch-fsdp2-no-reshard-after-forward",)
-        advice = f"gather once per micro-batch, if memory allows: {flags[0]}"
-    elif 1 < near < sharing and sharing % near == 0:
-        instances = facts.settings.num_distributed_optimizer_instances or 1
-        flags = (f"--num-distributed-optimizer-instances {instances * sharing // near}",)
-        advice = f"shard within a node: {flags[0]}"
-    else:
-        flags = ("--micro-batch-size",) if facts.has_plan else ()
-        advice = "more tokens per micro-batch, so that layers compute longer: a larger --micro-batch-size"
-        advice += "" if facts.has_plan else "; in Megatron-LM --overlap-param-gather"
+    number = counted(round(seen.gathers), "all-gather")
     text = (
-        f"{counted(round(seen.gathers), 'all-gather')} of weights per step; "
-        f"not overlapped with compute: {in_ms(seen.gathers_ms)}"
+        f"{number} of weights per step; not overlapped with compute: {in_ms(seen.gathers_ms)} of a step of "
+        f"{in_ms(seen.step_ms)}"
     )
-    evidence = [Evidence(f"{text} of a step of {in_ms(seen.step_ms)}")]
-    return build_time_finding(seen.gathers_ms, evidence, advice, flags, certain=False)
+    remedy = _advise_gathers(facts)
+    return build_time_finding(seen.gathers_ms, [Evidence(text)], remedy.advice, remedy.flags, certain=False)
+
+
+def _advise_gathers(facts: Facts) -> Remedy:
+    """Choose what makes gathers of weights fewer or faster, or layers long enough to overlap them."""
+    if facts.sharding.gathers_twice:
+        flag = "--torch-fsdp2-no-reshard-after-forward"
+        return Remedy(f"gather once per micro-batch, if memory allows: {flag}", (flag,))
+    # ranks of a node that train the same part of the model, among those that shard it
+    per_node = (facts.local_ranks or 0) // (facts.plan.layout.tensor or 1)
+    sharding = facts.sharding.ranks or 1
+    if 1 < per_node < sharding and sharding % per_node == 0:
+        instances = facts.settings.num_distributed_optimizer_instances or 1
+        flag = f"--num-distributed-optimizer-instances {instances * sharding // per_node}"
+        return Remedy(f"shard within a node: {flag}", (flag,))
+    advice = "more tokens per micro-batch, so that layers compute longer: a larger --micro-batch-size"
+    if facts.has_plan:
+        return Remedy(advice, ("--micro-batch-size",))
+    return Remedy(f"{advice}; in Megatron-LM --overlap-param-gather")
 
 
 @rule("needless-sharding", "weights sharded although memory is plentiful", "memory", "prediction", "collectives")
@@ -502,27 +661,44 @@ def find_needless_sharding(facts: Facts) -> Finding | Observation:
     Flags: --use-distributed-optimizer instead of --use-torch-fsdp2.
     False alarm: a rehearsal of a larger model, or memory that a longer sequence still needs.
     """
-    seen, peak, room = _measure_shard_traffic(facts), facts.peak, facts.device_bytes
-    number, batches = facts.parameters, facts.micro_batches
-    ranks = facts.sharding.ranks
     if facts.has_plan and not facts.sharding.gathers_twice:
         return saw(Evidence("weights are not gathered twice per micro-batch", RUN_FILE))
-    if not (seen and peak and room and number and batches and ranks and facts.sharding.gathers_twice):
+    seen = _measure_shard_traffic(facts)
+    peak = facts.peak
+    room = facts.device_bytes
+    batches = facts.micro_batches
+    more_bytes = _measure_whole_weights(facts)
+    if seen is None or peak is None or not room or not batches or more_bytes is None:
         return could_not_look(record=Recording.RUN_FOLDER)
-    widths = (4 if facts.plan.precision == "fp32" else 2) + (4 if facts.plan.fp32_gradients else 2)
-    then = peak.num_bytes + widths * number * (ranks - 1) // ranks
-    cost_ms = seen.gathers_ms * (1 - 0.5 / batches) + seen.reductions_ms * (1 - 1 / batches)
-    if then > TIGHT * room or cost_ms < MATTERS * seen.step_ms:
-        text = f"whole weights would save at most {in_ms(cost_ms)} per step, and take {size(then)} of {size(room)}"
+    if not facts.sharding.gathers_twice:
+        return could_not_look(record=Recording.RUN_FOLDER)
+    peak_then = peak.num_bytes + more_bytes
+    # once per step what ZeRO-3 exchanges per micro-batch: gathers twice, sums of gradients once
+    gathers_ms = seen.gathers_ms * (1 - 0.5 / batches)
+    reductions_ms = seen.reductions_ms * (1 - 1 / batches)
+    cost_ms = gathers_ms + reductions_ms
+    then = f"{size(peak_then)} of {size(room)}"
+    if peak_then > TIGHT * room or cost_ms < MATTERS * seen.step_ms:
+        text = f"whole weights would save at most {in_ms(cost_ms)} per step, and take {then}"
         return saw(Evidence(text, peak.where))
     exposed = (
         "communication among replicas, not overlapped with compute: "
         f"{in_ms(seen.gathers_ms + seen.reductions_ms)} per step"
     )
-    fits = f"the peak of {size(peak.num_bytes)} would be {size(then)} of {size(room)} with whole weights and gradients"
+    fits = f"the peak of {size(peak.num_bytes)} would be {then} with whole weights and gradients"
     advice = "shard the optimizer's state only: --use-distributed-optimizer instead of --use-torch-fsdp2"
     evidence = [Evidence(f"{exposed}, in {counted(batches, 'micro-batch')}"), Evidence(fits, peak.where)]
     return build_time_finding(cost_ms, evidence, advice, ("--use-distributed-optimizer",), certain=False)
+
+
+def _measure_whole_weights(facts: Facts) -> int | None:
+    """Measure the bytes that whole weights and gradients take on a rank beyond its shard; None for unknown."""
+    ranks = facts.sharding.ranks
+    if not facts.parameters or not ranks:
+        return None
+    weight_bytes = 4 if facts.plan.precision == "fp32" else 2
+    gradient_bytes = 4 if facts.plan.fp32_gradients else 2
+    return (weight_bytes + gradient_bytes) * facts.parameters * (ranks - 1) // ranks
 
 
 @rule("max-connections", "one hardware queue for all streams", "collectives", needs="gpu")
@@ -539,13 +715,24 @@ def find_max_connections(facts: Facts, one: RankFacts) -> Finding | Observation:
     Flags: CUDA_DEVICE_MAX_CONNECTIONS (many launch scripts export it); --tensor-model-parallel-size.
     False alarm: GPUs from Blackwell on order launches otherwise; a single GPU has nothing to overlap.
     """
-    layout = facts.plan.layout
-    world, cost = facts.plan.world.size, one.time.rows.get("exposed_communication", 0.0)
     if facts.run is None:
         return could_not_look(record=Recording.RUN_FOLDER)
-    if not has_needless_order(facts.variables.get(QUEUES), world or 1, layout.tensor or 1, layout.context or 1):
+    ranks = facts.plan.world.size
+    layout = facts.plan.layout
+    if not has_needless_order(facts.variables.get(QUEUES), ranks or 1, layout.tensor or 1, layout.context or 1):
         return saw(Evidence(f"{QUEUES} is not 1, or the layout wants its order", RUN_FILE))
-    text = f"the variable is 1, tensor parallel size 1, {world} ranks; communication not overlapped with compute:"
-    text += f" {one.of_step(cost)}"
+    cost_ms = one.time.rows.get("exposed_communication", 0.0)
+    text = (
+        f"the variable is 1, tensor parallel size 1, {ranks} ranks; communication not overlapped with compute: "
+        f"{one.of_step(cost_ms)}"
+    )
     advice = f"unset {QUEUES} (or set 32) for pure data parallelism, and compare"
-    return find_lost_time(one, cost, text, advice, flags=(MORE_QUEUES,), certain=False, cheap=True)
+    return find_lost_time(
+        one,
+        cost_ms,
+        text,
+        advice,
+        flags=(MORE_QUEUES,),
+        certain=False,
+        cheap=True,
+    )

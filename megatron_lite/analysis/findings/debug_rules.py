@@ -1,5 +1,7 @@
 """Switches for finding errors that were left on, by the run's record and by what they leave in a trace."""
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from megatron_lite.analysis.findings.base import (
@@ -23,8 +25,9 @@ from megatron_lite.units import counted
 from megatron_lite.variables import RunPlace, switches_on
 
 NODE = "autograd::engine::evaluate_function: "  # PyTorch's range around each operation of a backward pass
-LEAVES = "AccumulateGrad"  # has no result to be checked
+LEAVES = "AccumulateGrad"  # writes a parameter's gradient, and has no result to be checked
 CHECKED = 0.75  # of the operations of backward: hooks that look for NaN stand at few of them
+BESIDE_CHECKS = ("aten::_is_any_true", "aten::any", "aten::item")
 FETCHES = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero")
 LONG_KERNEL_NS = 50_000  # a shorter one may end before its launch call does
 MIN_LONG_KERNELS = 20
@@ -34,41 +37,57 @@ LAUNCH_BLOCKING = "CUDA_LAUNCH_BLOCKING"
 
 def find_anomaly_checks(one: RankFacts) -> Integers:
     """The rows of autograd's checks for NaN, one per result of an operation of backward; none without anomaly mode."""
+    is_node = one.trace.passing(_is_node, Kind.OP)
     checks = one.rows_named("aten::isnan".__eq__, Kind.OP)
     around = one.placing.operator[checks]
-    checks, around = checks[around >= 0], around[around >= 0]
-    is_node = one.trace.passing(lambda name: name.startswith(NODE) and LEAVES not in name, Kind.OP)
-    directly = is_node[one.trace.events.name[around]]
-    checks, checked = checks[directly], np.unique(around[directly])
-    nodes = one.rows_named(lambda name: name.startswith(NODE) and LEAVES not in name, Kind.OP)
-    return checks if len(nodes) and len(checked) >= CHECKED * len(nodes) else checks[:0]
+    has_around = around >= 0
+    checks = checks[has_around]
+    around = around[has_around]
+    directly_below = is_node[one.trace.events.name[around]]
+    checks = checks[directly_below]
+    checked_nodes = np.unique(around[directly_below])
+    nodes = one.rows_named(_is_node, Kind.OP)
+    if len(nodes) and len(checked_nodes) >= CHECKED * len(nodes):
+        return checks
+    return checks[:0]
+
+
+def _is_node(name: str) -> bool:
+    """Whether a name is of the range around an operation of backward that has a result."""
+    return name.startswith(NODE) and LEAVES not in name
 
 
 def _measure_anomaly_mode(one: RankFacts, checks: Integers) -> float:
-    """ms per step of the checks, and with a GPU of its idle time after their results were fetched."""
+    """Measure ms per step of the checks, and with a GPU of its idle time after their results were fetched."""
     nodes = np.unique(one.placing.operator[checks])
-    beside = one.rows_named(lambda name: name in ("aten::_is_any_true", "aten::any", "aten::item"), Kind.OP)
+    beside = one.rows_named(BESIDE_CHECKS.__contains__, Kind.OP)
     beside = beside[np.isin(one.placing.operator[beside], nodes)]
-    cost = one.covered_ms(one.work_under(np.sort(np.concatenate((checks, beside)))))
-    return cost + sum(site.idle_ms for site in one.time.syncs if is_fetch_of_check(site))
+    operators = np.sort(np.concatenate((checks, beside)))
+    checking_ms = one.covered_ms(one.work_under(operators))
+    idle_ms = sum(site.idle_ms for site in one.time.syncs if is_fetch_of_check(site))
+    return checking_ms + idle_ms
 
 
 def is_fetch_of_check(site: SyncSite) -> bool:
-    """In anomaly mode: does the host wait there for a check's result?"""
+    """Whether the host waits there for the result of a check. Only meant for a trace in anomaly mode."""
     return site.operator in FETCHES and site.phase == Phase.BACKWARD.value
 
 
 def launches_block(one: RankFacts) -> bool:
-    """Does the host stand in nearly every launch of a long kernel until the kernel has ended?"""
-    events = one.trace.events
+    """Whether the host stands in nearly every launch of a long kernel until the kernel has ended."""
+    start_ns = one.trace.events.start_ns
+    end_ns = one.trace.events.end_ns
     kernels = one.rows_named(lambda name: True, Kind.KERNEL)
-    kernels = kernels[events.end_ns[kernels] - events.start_ns[kernels] >= LONG_KERNEL_NS]
+    kernels = kernels[end_ns[kernels] - start_ns[kernels] >= LONG_KERNEL_NS]
     calls = one.trace.launch_of[kernels]
-    kernels, calls = kernels[calls >= 0], calls[calls >= 0]
+    is_known = calls >= 0
+    kernels = kernels[is_known]
+    calls = calls[is_known]
     if len(kernels) < MIN_LONG_KERNELS:
         return False
-    inside = (events.start_ns[calls] <= events.start_ns[kernels]) & (events.end_ns[kernels] <= events.end_ns[calls])
-    return float(inside.mean()) >= BLOCKED
+    begins_inside = start_ns[calls] <= start_ns[kernels]
+    ends_inside = end_ns[kernels] <= end_ns[calls]
+    return float((begins_inside & ends_inside).mean()) >= BLOCKED
 
 
 @rule("debug-switches", "debugging switches left on", "run", "operators")
@@ -88,23 +107,32 @@ def find_debug_switches(facts: Facts) -> Finding | Observation:
         NCCL_DEBUG, NCCL_P2P_DISABLE, NCCL_SHM_DISABLE, NCCL_IB_DISABLE.
     False alarm: NCCL_..._DISABLE on a machine whose links are broken, where it is the remedy.
     """
-    ranks, local = facts.plan.world.size or 1, facts.local_ranks or 1
-    on = switches_on(facts.variables, RunPlace(facts.on_gpu is not False, ranks, local))
-    variables = [setting.partition("=")[0] for setting in on]
-    seen = [Evidence(f"{setting}: {cost}", "run.json") for setting, cost in on.items()]
-    anomaly = _describe_anomaly_mode(facts.critical) if facts.critical is not None else None
+    one = facts.critical
+    place = RunPlace(facts.on_gpu is not False, facts.plan.world.size or 1, facts.local_ranks or 1)
+    variables = []
+    seen = []
+    for setting, cost in switches_on(facts.variables, place).items():
+        variables.append(setting.partition("=")[0])
+        seen.append(Evidence(f"{setting}: {cost}", RUN_FILE))
+    anomaly = _look_for_anomaly_mode(one) if one is not None else None
     if anomaly is not None:
-        seen.insert(0, anomaly[1])
-    if facts.critical is not None and LAUNCH_BLOCKING not in variables and launches_block(facts.critical):
-        seen.append(Evidence(f"{LAUNCH_BLOCKING}: each launch call ends after its kernel does", facts.critical.where()))
+        seen.insert(0, anomaly.seen)
+    if one is not None and LAUNCH_BLOCKING not in variables and launches_block(one):
+        seen.append(Evidence(f"{LAUNCH_BLOCKING}: each launch call ends after its kernel does", one.where()))
         variables.append(LAUNCH_BLOCKING)
     if not seen:
         return _look_at_switches(facts)
     remedies = [WITHOUT_ANOMALY_MODE] if anomaly is not None else []
-    remedies += [f"unset {', '.join(variables)}"] if variables else []
-    cost_ms = anomaly[0] if anomaly is not None else None
-    advice, certain = "; ".join(remedies), anomaly is not None
-    return Finding(cost_ms=cost_ms, gain_ms=cost_ms, evidence=tuple(seen), advice=advice, certain=certain)
+    if variables:
+        remedies.append(f"unset {', '.join(variables)}")
+    cost_ms = anomaly.cost_ms if anomaly is not None else None
+    return Finding(
+        cost_ms=cost_ms,
+        gain_ms=cost_ms,
+        evidence=tuple(seen),
+        advice="; ".join(remedies),
+        certain=anomaly is not None,
+    )
 
 
 def _look_at_switches(facts: Facts) -> Observation:
@@ -120,21 +148,28 @@ def _look_at_switches(facts: Facts) -> Observation:
 WITHOUT_ANOMALY_MODE = "leave out torch.autograd.set_detect_anomaly(True) (detect_anomaly=True of a trainer)"
 
 
-def _describe_anomaly_mode(one: RankFacts) -> tuple[float, Evidence] | None:
-    """Its cost in ms per step, and what was seen; None without it."""
+@dataclass(frozen=True)
+class AnomalyMode:
+    """Autograd's anomaly mode in a trace."""
+
+    cost_ms: float  # per step
+    seen: Evidence
+
+
+def _look_for_anomaly_mode(one: RankFacts) -> AnomalyMode | None:
+    """Look for the checks of autograd's anomaly mode in a trace; None without them."""
     checks = find_anomaly_checks(one)
     if not len(checks):
         return None
     cost_ms = _measure_anomaly_mode(one, checks)
     number = counted(round(one.per_step(checks)), "check")
     text = f"autograd's anomaly mode: {number} of backward's results per step, {one.of_step(cost_ms)}"
-    return cost_ms, Evidence(text, one.where(int(checks[0])))
+    return AnomalyMode(cost_ms, Evidence(text, one.where(int(checks[0]))))
 
 
 SEARCH = "torch.distributed.ddp.reducer::search_unused_parameters"
 SINK = "_DDPSink"  # copies the results of forward, so that all of them have a gradient
 TO_GRADIENT = "torch.distributed.ddp.reducer::copy_bucket_to_grad"
-GIVEN = "AccumulateGrad"
 
 
 @rule("unused-parameters", "search for unused parameters in each step", "operators", "phases", needs="trace")
@@ -152,11 +187,12 @@ def find_unused_parameter_search(facts: Facts, one: RankFacts) -> Finding | Obse
         in Lightning; ddp_find_unused_parameters=False in Transformers.
     False alarm: a model that uses other parameters in each step and on each rank needs the search.
     """
-    searches = one.rows_named(SEARCH.__eq__, Kind.OP, Kind.ANNOTATION)
+    searches = _find_searches(one)
     if not len(searches):
         return saw_nothing(one, "no search for unused parameters")
     copies = one.rows_named(SINK.__eq__, Kind.OP)
-    search_ms, copy_ms = one.covered_ms(searches), one.covered_ms(one.work_under(copies))
+    search_ms = one.covered_ms(searches)
+    copy_ms = one.covered_ms(one.work_under(copies))
     number = counted(one.per_step(searches), "search")
     text = f"{number} per step, {in_ms(search_ms)} of the host; copying the results takes {in_ms(copy_ms)}"
     shown = [Evidence(text, one.where(int(searches[0])))]
@@ -168,20 +204,33 @@ def find_unused_parameter_search(facts: Facts, one: RankFacts) -> Finding | Obse
             "freeze parameters that get no gradient, or set static_graph=True, and leave find_unused_parameters out"
         )
     # with a GPU the host may search while the device works
-    cost = copy_ms + (measure_exposed_search(one) if one.time.on_gpu else search_ms)
-    cost_ms, rank = cost if one.share(cost) >= MIN_SHARE_SHOWN else None, one.time.rank
+    lost_ms = copy_ms + (measure_exposed_search(one) if one.time.on_gpu else search_ms)
+    is_notable = one.share(lost_ms) >= MIN_SHARE_SHOWN
+    cost_ms = lost_ms if is_notable else None
     return Finding(
-        cost_ms=cost_ms, gain_ms=cost_ms, evidence=tuple(shown), advice=advice, certain=not unused, rank=rank
+        cost_ms=cost_ms,
+        gain_ms=cost_ms,
+        evidence=tuple(shown),
+        advice=advice,
+        certain=not unused,
+        rank=one.time.rank,
     )
+
+
+def _find_searches(one: RankFacts) -> Integers:
+    """Rows of the ranges around the search for unused parameters, in steady steps."""
+    return one.rows_named(SEARCH.__eq__, Kind.OP, Kind.ANNOTATION)
 
 
 def measure_exposed_search(one: RankFacts) -> float:
     """Measure the search for unused parameters that the device does not work beside, in ms per step."""
-    return one.exposed_ms(one.rows_named(SEARCH.__eq__, Kind.OP, Kind.ANNOTATION))
+    return one.exposed_ms(_find_searches(one))
 
 
 def _count_unused(one: RankFacts, searches: int) -> int:
-    """Parameters of a search that got no gradient; 0 where the trace does not tell."""
+    """Count the parameters of a search that got no gradient; 0 where the trace does not tell."""
     written = one.rows_named(TO_GRADIENT.__eq__, Kind.OP, Kind.ANNOTATION)
-    given = one.rows_named(lambda name: name.startswith(NODE) and GIVEN in name, Kind.OP)
-    return max(0, len(written) - len(given)) // searches if len(given) else 0
+    given = one.rows_named(lambda name: name.startswith(NODE) and LEAVES in name, Kind.OP)
+    if not len(given):
+        return 0
+    return max(0, len(written) - len(given)) // searches

@@ -25,11 +25,12 @@ MIN_EXPERT_IMBALANCE = 2.0  # the same of one expert, where no rank waits for it
 MIN_DROPPED = 0.01  # of the assignments
 NO_EXPERTS = Evidence("the model has no experts", RUN_FILE)
 BALANCE = "raise --moe-aux-loss-coeff, or balance by --moe-router-enable-expert-bias"
+BALANCE_FLAGS = ("--moe-aux-loss-coeff",)
 
 
 @rule("expert-imbalance", "experts with more tokens than others", "run", "ranks", needs="run")
 def find_expert_imbalance(facts: Facts, run: Run) -> Finding | Observation:
-    """Some experts have many more tokens than others.
+    """A few experts have many more tokens than others.
 
     Meaning: a layer of experts ends when the rank with most tokens is through: the others wait for it in the exchange
         of the results, in forward and in backward, in each layer. Memory follows the busiest rank, too. Experts with
@@ -47,10 +48,12 @@ def find_expert_imbalance(facts: Facts, run: Run) -> Finding | Observation:
     shape = run.plan.shape
     if shape is None or shape.experts is None:
         return could_not_look(NO_EXPERTS)
-    ranks, experts = _take_known(run.busiest_expert_ranks), _take_known(run.busiest_experts)
+    ranks = _take_known(run.busiest_expert_ranks)
+    experts = _take_known(run.busiest_experts)
     if len(ranks) < MIN_STEPS_ROUTED:
         return could_not_look(record=Recording.LONGER_RUN)
-    of_rank, of_expert = float(np.median(ranks)), float(np.median(experts))
+    of_rank = float(np.median(ranks))
+    of_expert = float(np.median(experts))
     steps = f"median of {len(ranks):,} steps"
     text = f"the busiest expert of a layer has {of_expert:.2f} times its even share of tokens ({steps})"
     number = run.plan.layout.expert or 1
@@ -58,10 +61,11 @@ def find_expert_imbalance(facts: Facts, run: Run) -> Finding | Observation:
         text = f"of {number} ranks with experts, the busiest has {of_rank:.2f} times its even share of tokens; {text}"
     seen = Evidence(text, STEPS_FILE)
     if number > 1 and of_rank >= MIN_IMBALANCE:
-        cost, how = _estimate_waiting(run, shape, shape.experts, of_rank)
-        return build_time_finding(cost, [seen, Evidence(how, STEPS_FILE)], BALANCE, ("--moe-aux-loss-coeff",), False)
+        cost_ms, how = _estimate_waiting(run, shape, shape.experts, of_rank)
+        estimate = Evidence(how, STEPS_FILE)
+        return build_time_finding(cost_ms, [seen, estimate], BALANCE, BALANCE_FLAGS, certain=False)
     if of_expert >= MIN_EXPERT_IMBALANCE:
-        return Finding(evidence=(seen,), advice=BALANCE, flags=("--moe-aux-loss-coeff",), certain=False)
+        return Finding(evidence=(seen,), advice=BALANCE, flags=BALANCE_FLAGS, certain=False)
     return saw(seen)
 
 
@@ -97,38 +101,47 @@ def find_dropped_tokens(facts: Facts, run: Run) -> Finding | Observation:
 
 
 def _take_known(values: Numbers) -> Numbers:
+    """Leave out what is unknown (NaN)."""
     return values[~np.isnan(values)]
 
 
 def _estimate_waiting(run: Run, shape: Shape, experts: Experts, imbalance: float) -> tuple[float, str]:
-    """(ms per step that the busiest rank computes experts beyond an even share, how that is estimated).
+    """Estimate how long the busiest rank computes experts beyond an even share.
 
     Its forward and backward are D + E * imbalance, where experts take E when balanced, and E / (D + E) is their share
     of the model's FLOPs.
+
+    Args:
+        run: The run.
+        shape: The model's shape.
+        experts: The shape of its experts.
+        imbalance: Tokens of the busiest rank over an even share.
+
+    Returns:
+        ms per step, and how that is estimated.
     """
     share = _share_of_experts(shape, experts)
-    computing = sum(
-        float(np.median(run.phases_ms[phase.value][run.ordinary]))
-        for phase in (Phase.FORWARD, Phase.BACKWARD)
-        if phase.value in run.phases_ms and run.ordinary.any()
-    )
-    balanced = computing / ((1 - share) / max(share, 1e-9) + imbalance)
-    how = f"experts have {share:.0%} of the FLOPs; forward and backward take {computing:,.1f} ms"
-    return balanced * (imbalance - 1), how
+    computing_ms = 0.0
+    for phase in (Phase.FORWARD.value, Phase.BACKWARD.value):
+        if phase in run.phases_ms and run.ordinary.any():
+            computing_ms += float(np.median(run.phases_ms[phase][run.ordinary]))
+    experts_ms = computing_ms / ((1 - share) / max(share, 1e-9) + imbalance)
+    how = f"experts have {share:.0%} of the FLOPs; forward and backward take {computing_ms:,.1f} ms"
+    return experts_ms * (imbalance - 1), how
 
 
 def _share_of_experts(shape: Shape, experts: Experts) -> float:
-    """The share of a token's FLOPs that routed experts have, by products of weights."""
+    """Compute the share of a token's FLOPs that routed experts have, by products of weights."""
     gates = 3 if shape.activation == "swiglu" else 2
     hidden = shape.hidden_size or 0
     routed = gates * (experts.topk or 1) * (experts.ffn_hidden_size or 0) * hidden
     shared = gates * (experts.shared_ffn_hidden_size or 0) * hidden
-    width = shape.kv_channels or 0
-    heads, groups = shape.num_attention_heads or 0, shape.num_query_groups or 0
-    attention = (2 * heads + 2 * groups) * width * hidden
+    queries = shape.num_attention_heads or 0
+    keys = shape.num_query_groups or 0
+    attention = (2 * queries + 2 * keys) * (shape.kv_channels or 0) * hidden
     dense = gates * (shape.ffn_hidden_size or 0) * hidden
-    with_experts = sum(experts.layers)
-    layers = len(experts.layers)
     output = (shape.padded_vocab_size or 0) * hidden
-    whole = layers * attention + with_experts * (routed + shared) + (layers - with_experts) * dense + output
-    return with_experts * routed / max(whole, 1)
+    layers = len(experts.layers)
+    with_experts = sum(experts.layers)
+    all_layers = layers * attention + with_experts * (routed + shared) + (layers - with_experts) * dense
+    return with_experts * routed / max(all_layers + output, 1)

@@ -166,15 +166,23 @@ def find_exposed_communication(facts: Facts, one: RankFacts) -> Finding | Observ
 
 
 def _find_exposed(facts: Facts, one: RankFacts, purposes: Sequence[str]) -> Finding | Observation:
-    """What of these purposes is exposed and not told by another finding;
-    title and advice are the most exposed one's."""
+    """Find exposed communication of these purposes that no other finding tells.
+
+    Title and advice are those of the purpose with most of it.
+
+    Args:
+        facts: The run.
+        one: The rank whose steps lose the time.
+        purposes: What the communication is for.
+    """
     left = [(part, _find_rest_ms(facts, part)) for part in facts.exposed if part.purpose in purposes]
-    left = sorted([(part, ms) for part, ms in left if ms > 0], key=lambda one: -one[1])
+    left = [(part, ms) for part, ms in left if ms > 0]
+    left.sort(key=lambda one: -one[1])
     share = _find_share_of_row(facts, one) * (1 - _find_waiting_share(facts, one))
     cost = sum(ms for _, ms in left) * share
-    shortage = facts.core_shortage
     if not left or one.share(cost) < MATTERS:
         return saw_nothing(one, f"{in_ms(cost)} of each step in exposed communication of this kind")
+    shortage = facts.core_shortage
     if shortage is not None and is_by_chance(cost, (shortage.rank, shortage.wait_ms)):
         late = Evidence("ranks that wait for CPU cores come late by chance, so that others wait for them")
         return saw_wrong("see busy-machine", late, code="busy-machine")
@@ -188,11 +196,20 @@ def _find_exposed(facts: Facts, one: RankFacts, purposes: Sequence[str]) -> Find
     evidence += _describe_absent_ranks(facts)
     text = f"{one.of_step(cost)} not overlapped with compute: {seen[0]}"
     title = f"exposed {TITLES[most.purpose]}"
-    return find_lost_time(one, cost, text, advice, *evidence, row=most.row, certain=False, title=title)
+    return find_lost_time(
+        one,
+        cost,
+        text,
+        advice,
+        *evidence,
+        row=most.row,
+        certain=False,
+        title=title,
+    )
 
 
 def _describe(part: Exposed) -> str:
-    """'49.0 ms of 20 calls of dispatch and combine per step are exposed (deep_ep::internode_ll::dispatch)'."""
+    """Describe it as in "49.0 ms of 20 calls of dispatch and combine per step are exposed (deep_ep::dispatch)"."""
     kinds = " and ".join(part.kinds[:MAX_WORDS]) or "an unknown kind"
     where = [phase for phase in part.phases[:MAX_WORDS] if phase]
     within = f" in {' and '.join(where)}" if where else ""
@@ -200,20 +217,26 @@ def _describe(part: Exposed) -> str:
 
 
 def _find_rest_ms(facts: Facts, part: Exposed) -> float:
-    """What of it no other finding tells. Findings of one purpose overlap, so that the most costly one counts."""
+    """Find ms per step of it that no other finding tells.
+
+    Findings of one purpose overlap, so that the most costly one counts.
+    """
     told = [found.cost_ms or 0.0 for cause, purpose in CAUSES if purpose == part.purpose and (found := cause(facts))]
     return part.ms - max(told, default=0.0)
 
 
 def _find_share_of_row(facts: Facts, one: RankFacts) -> float:
-    """Work that was launched in steady steps may run beyond their windows: no more counts than the step's row has."""
+    """Find how much of the exposed communication lies in the step's row.
+
+    Work that was launched in steady steps may run beyond their windows: no more counts than the row has.
+    """
     total = sum(part.ms for part in facts.exposed)
     row = one.time.rows.get("exposed_communication", 0.0)
     return min(1.0, row / total) if total else 0.0
 
 
 def _find_waiting_share(facts: Facts, one: RankFacts) -> float:
-    """Of this rank's exposed communication what is waiting for ranks that another finding names."""
+    """Find how much of this rank's exposed communication is waiting for ranks that another finding names."""
     ranks = facts.ranks
     if ranks is None or (ranks.straggler is None and ranks.imbalance is None):
         return 0.0
@@ -224,5 +247,6 @@ def _find_waiting_share(facts: Facts, one: RankFacts) -> float:
 
 
 def _describe_absent_ranks(facts: Facts) -> list[Evidence]:
+    """Name the ranks that were not read; [] where all were."""
     absent = facts.ranks.describe_missing() if facts.ranks else ""
     return [Evidence(f"{absent}: waiting for them cannot be distinguished from the transfer")] if absent else []

@@ -2,13 +2,14 @@
 clipping."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from megatron_lite.analysis.findings.base import (
     Evidence,
     Finding,
     Observation,
     Recording,
+    Remedy,
     could_not_look,
     find_lost_time,
     rule,
@@ -35,22 +36,18 @@ EVERY_STEP = 3  # steps: with fewer, nobody can say what comes once
 
 
 def find_named(one: RankFacts, *causes: str, once: bool = False) -> list[NamedWork]:
-    """The named work of these causes, longest first."""
+    """List the named work of these causes, longest first."""
     return [work for work in one.time.named if work.cause in causes and work.once is once]
 
 
 def describe_works(one: RankFacts, works: Sequence[NamedWork]) -> list[Evidence]:
-    """What each took of the host per step."""
+    """Describe what each named work takes of the host per step."""
+    steps = max(1, len(one.time.steps))
     shown = []
     for work in works[:MAX_SHOWN]:
-        times = f"{significant(work.calls / max(1, len(one.time.steps)))} per step"
-        shown.append(
-            Evidence(
-                f"{work.what}: {times}, {in_ms(work.step_ms)} of host time, "
-                "whether or not the device is busy meanwhile",
-                one.where(),
-            )
-        )
+        times = f"{significant(work.calls / steps)} per step"
+        took = f"{in_ms(work.step_ms)} of host time, whether or not the device is busy meanwhile"
+        shown.append(Evidence(f"{work.what}: {times}, {took}", one.where()))
     return shown
 
 
@@ -75,26 +72,33 @@ def find_one_time_costs(facts: Facts, one: RankFacts) -> Finding | Observation:
     # compilations that the run's other steps repeat are a finding of their own
     if measure_recompilation(facts.run) is not None:
         works = [work for work in works if work.cause != "compile"]
-    total, steps = sum(work.trace_ms for work in works), len(one.time.steps)
     if not works:
-        return saw_nothing(one, "no work once") if one.trace.with_stack else could_not_look(record=Recording.STACKS)
-    if total < min(MATTERS * steps, HALF_A_STEP) * one.time.step_ms:
-        return saw(Evidence(f"{in_ms(total)} of host time in the whole trace is paid once", one.where()))
-    shown = []
+        return _look_without_works(one, "no work once")
+    total_ms = sum(work.trace_ms for work in works)
+    steps = len(one.time.steps)
+    if total_ms < min(MATTERS * steps, HALF_A_STEP) * one.time.step_ms:
+        return saw(Evidence(f"{in_ms(total_ms)} of host time in the whole trace is paid once", one.where()))
+    text = f"{in_ms(total_ms)} of host time in the whole trace: paid once, not per step"
+    evidence = [Evidence(text, one.where())]
     for work in works[:MAX_SHOWN]:
         most = f", most of it in {work.step}" if work.step and steps > 1 else ""
         times = counted(work.calls, "time")
-        shown.append(Evidence(f"{work.what}: {times}, {in_ms(work.trace_ms)}{most}", one.where()))
-    text = f"{in_ms(total)} of host time in the whole trace: paid once, not per step"
-    advice = f"profile later steps: {LATER_WINDOW}"
+        evidence.append(Evidence(f"{work.what}: {times}, {in_ms(work.trace_ms)}{most}", one.where()))
     return Finding(
-        evidence=(Evidence(text, one.where()), *shown),
-        advice=advice,
+        evidence=tuple(evidence),
+        advice=f"profile later steps: {LATER_WINDOW}",
         flags=(LATER_WINDOW,),
         certain=steps >= EVERY_STEP,
         rank=one.time.rank,
-        once_ms=total,
+        once_ms=total_ms,
     )
+
+
+def _look_without_works(one: RankFacts, what: str) -> Observation:
+    """Say that the trace names no such work; without stacks it may lack the names. what: what is not there."""
+    if not one.trace.with_stack:
+        return could_not_look(record=Recording.STACKS)
+    return saw_nothing(one, what)
 
 
 @rule("graph-capture", "graphs captured in each step", "step", needs="gpu")
@@ -111,9 +115,10 @@ def find_graph_capture(facts: Facts, one: RankFacts) -> Finding | Observation:
     Flags: none here: this trainer captures no graphs.
     False alarm: a window at the beginning, in which a graph for each shape is captured: see one-time-costs.
     """
-    works, cost = find_named(one, "graph_capture"), one.time.rows.get("graph_capture", 0.0)
+    works = find_named(one, "graph_capture")
     if not works:
         return saw_nothing(one, "no graph is captured")
+    cost = one.time.rows.get("graph_capture", 0.0)
     text = f"the device idles {one.of_step(cost)} while graphs are captured and instantiated"
     advice = "capture each graph once, before the loop, and replay it; keep the shapes of its inputs constant"
     return find_lost_time(one, cost, text, advice, *describe_works(one, works), cheap=True)
@@ -132,9 +137,10 @@ def find_startup_in_step(facts: Facts, one: RankFacts) -> Finding | Observation:
     Flags: none: the lines above name what is created.
     False alarm: a window so early that each step still meets kernels for the first time.
     """
-    works, cost = find_named(one, "startup"), one.time.rows.get("startup", 0.0)
+    works = find_named(one, "startup")
     if not works:
-        return saw_nothing(one, "no start-up work") if one.trace.with_stack else could_not_look(record=Recording.STACKS)
+        return _look_without_works(one, "no start-up work")
+    cost = one.time.rows.get("startup", 0.0)
     text = f"starting up CUDA and libraries takes {one.of_step(cost)}"
     advice = f"create it once, before the loop: {works[0].what}"
     return find_lost_time(one, cost, text, advice, *describe_works(one, works), cheap=True)
@@ -155,19 +161,24 @@ def find_cpu_optimizer(facts: Facts, one: RankFacts) -> Finding | Observation:
     Flags: --use-distributed-optimizer instead of offloading; OMP_NUM_THREADS for the update's threads.
     False alarm: a model that fits in no other way.
     """
-    cost = one.time.rows.get("cpu_optimizer", 0.0)
-    works = [work for work in one.time.named if work.cause == "cpu_optimizer"]
-    copies = one.in_phases(one.rows_named(lambda name: True, Kind.MEMCPY), str(Phase.OPTIMIZER_STEP))
-    copied = one.exposed_ms(copies) if cost else 0.0
-    text = (
-        f"the device waits {in_ms(cost)} for the update and {in_ms(copied)} for its copies: "
-        f"{one.of_step(cost + copied)}"
-    )
-    advice = "keep the optimizer's states on the GPU, sharded over ranks (--use-distributed-optimizer), if they fit"
-    shown, flags = describe_works(one, works), ("--use-distributed-optimizer",)
-    if not cost:
+    update_ms = one.time.rows.get("cpu_optimizer", 0.0)
+    if not update_ms:
         return saw_nothing(one, "the device does not wait for an update on the CPU")
-    return find_lost_time(one, cost + copied, text, advice, *shown, flags=flags)
+    works = [work for work in one.time.named if work.cause == "cpu_optimizer"]
+    copies = one.rows_named(lambda name: True, Kind.MEMCPY)
+    copies_ms = one.exposed_ms(one.in_phases(copies, Phase.OPTIMIZER_STEP.value))
+    cost = update_ms + copies_ms
+    waits = f"{in_ms(update_ms)} for the update and {in_ms(copies_ms)} for its copies"
+    text = f"the device waits {waits}: {one.of_step(cost)}"
+    advice = "keep the optimizer's states on the GPU, sharded over ranks (--use-distributed-optimizer), if they fit"
+    flags = ("--use-distributed-optimizer",)
+    return find_lost_time(one, cost, text, advice, *describe_works(one, works), flags=flags)
+
+
+LESS_SAVING = Remedy(
+    "save and evaluate less often, and write in the background: --save-interval, --eval-interval, --async-save",
+    ("--save-interval", "--eval-interval", "--async-save"),
+)
 
 
 @rule("save-in-step", "saving or evaluating in each step", "step", needs="trace")
@@ -185,55 +196,69 @@ def find_save_in_step(facts: Facts, one: RankFacts) -> Finding | Observation:
     """
     if find_save_and_eval(facts) is not None:
         return told_by("save-and-eval", "the run's own record tells what saving and evaluating take")
-    cost = one.time.rows.get("save", 0.0)
-    inside = [phase for phase in one.time.phases if phase.name in (Phase.SAVE.value, Phase.EVAL.value)]
-    if one.time.on_gpu:
-        cost += sum(phase.device_ms for phase in inside)
+    phases = [phase for phase in one.time.phases if phase.name in (Phase.SAVE.value, Phase.EVAL.value)]
     works = [work for work in one.time.named if work.cause == "save"]
-    what = ", ".join(dict.fromkeys([*(work.what for work in works), *(phase.name for phase in inside)]))
-    if not what and not one.trace.with_stack:
+    names = [work.what for work in works] + [phase.name for phase in phases]
+    if not names and not one.trace.with_stack:
         return could_not_look(record=Recording.STACKS)
-    text = f"saving and evaluating ({what}) takes {one.of_step(cost)}"
-    advice = "save and evaluate less often, and write in the background: --save-interval, --eval-interval, --async-save"
-    flags = ("--save-interval", "--eval-interval", "--async-save")
-    having = max((work.in_steps for work in works), default=0)
     steps = len(one.time.steps)
-    if having == 1 and steps >= EVERY_STEP and not inside:
-        return _find_single_save(one, works, advice, flags)
-    title = "" if not 0 < having < steps or inside else "saving or evaluating in some steps"
-    return find_lost_time(one, cost, text, advice, *describe_works(one, works), flags=flags, title=title)
+    steps_with_it = max((work.in_steps for work in works), default=0)
+    if steps_with_it == 1 and steps >= EVERY_STEP and not phases:
+        return _find_single_save(one, works)
+    cost = one.time.rows.get("save", 0.0)
+    if one.time.on_gpu:
+        cost += sum(phase.device_ms for phase in phases)
+    text = f"saving and evaluating ({_join_once(names)}) takes {one.of_step(cost)}"
+    is_in_some = 0 < steps_with_it < steps and not phases
+    return find_lost_time(
+        one,
+        cost,
+        text,
+        LESS_SAVING.advice,
+        *describe_works(one, works),
+        flags=LESS_SAVING.flags,
+        title="saving or evaluating in some steps" if is_in_some else "",
+    )
 
 
-def _find_single_save(
-    one: RankFacts, works: Sequence[NamedWork], advice: str, flags: tuple[str, ...]
-) -> Finding | Observation:
-    """Saving in one step of the window, that takes a notable share of it: how often it comes, the window does not
-    tell."""
-    what = ", ".join(dict.fromkeys(work.what for work in works))
+def _join_once(names: Iterable[str]) -> str:
+    """Join names with commas, each of them once, in their order."""
+    return ", ".join(dict.fromkeys(names))
+
+
+def _find_single_save(one: RankFacts, works: Sequence[NamedWork]) -> Finding | Observation:
+    """Find saving in a single step of the window, if it takes a notable share of it.
+
+    How often it comes, the window does not tell.
+    """
+    what = _join_once(work.what for work in works)
     trace_ms = sum(work.trace_ms for work in works)
     steps = counted(len(one.time.steps), "step")
+    seen = Evidence(f"{what}: once in {steps} of the trace, {in_ms(trace_ms)}", one.where())
     if one.share(trace_ms) < MATTERS:
-        return saw(Evidence(f"{what}: once in {steps} of the trace, {in_ms(trace_ms)}", one.where()))
+        return saw(seen)
     return Finding(
         title="saving or evaluating once in the trace",
         once_ms=trace_ms,
-        evidence=(Evidence(f"{what}: once in {steps} of the trace, {in_ms(trace_ms)}", one.where()),),
-        advice=advice,
-        flags=flags,
+        evidence=(seen,),
+        advice=LESS_SAVING.advice,
+        flags=LESS_SAVING.flags,
         certain=False,
         rank=one.time.rank,
     )
 
 
 def find_clip_waits(one: RankFacts) -> list[SyncSite]:
-    """Where clipping waits for the device."""
+    """List the places where clipping waits for the device."""
     clip = Phase.CLIP_GRAD.value
     return [site for site in one.time.syncs if clip in (site.phase, site.cause)]
 
 
 def measure_clipping(one: RankFacts) -> float:
-    """Idle ms per step because of clipping; 0 where it does not matter."""
-    cost = one.time.rows.get("clip_grad", 0.0) + sum(site.idle_ms for site in find_clip_waits(one))
+    """Measure the device's idle ms per step because of clipping; 0 where it does not matter."""
+    own_ms = one.time.rows.get("clip_grad", 0.0)
+    waited_ms = sum(site.idle_ms for site in find_clip_waits(one))
+    cost = own_ms + waited_ms
     return cost if one.share(cost) >= MATTERS else 0.0
 
 
@@ -252,14 +277,18 @@ def find_clip_on_host(facts: Facts, one: RankFacts) -> Finding | Observation:
     False alarm: other waits that happen to lie in that phase.
     """
     sites = find_clip_waits(one)
-    waited = sum(site.idle_ms for site in sites)
-    own = one.time.rows.get("clip_grad", 0.0)
-    text = f"clipping gradients: {in_ms(own)} of Python and dispatch, {in_ms(waited)} after "
-    text += f"{counted(sum(site.per_step for site in sites), 'wait')}; {one.of_step(own + waited)}"
+    waited_ms = sum(site.idle_ms for site in sites)
+    own_ms = one.time.rows.get("clip_grad", 0.0)
+    cost = own_ms + waited_ms
+    waits = counted(sum(site.per_step for site in sites), "wait")
+    text = (
+        f"clipping gradients: {in_ms(own_ms)} of Python and dispatch, {in_ms(waited_ms)} after {waits}; "
+        f"{one.of_step(cost)}"
+    )
     advice = (
         "clip on the device: clip_grad_norm_(..., foreach=True) without error_if_nonfinite, the norm read when logged"
     )
-    return find_lost_time(one, own + waited, text, advice)
+    return find_lost_time(one, cost, text, advice)
 
 
 @rule("process-wait", "host waiting for other processes", "step", needs="trace")
@@ -309,7 +338,15 @@ def find_python_in_function(facts: Facts, one: RankFacts) -> Finding | Observati
     text = f"the device idles {one.of_step(cost)} while custom functions run Python"
     advice = "do less in Python there: fewer operators, or one compiled or Triton kernel"
     flags = () if one.trace.with_stack else ("--pytorch-profiler-collect-callstack",)
-    return find_lost_time(one, cost, text, advice, *shown, flags=flags, certain=False)
+    return find_lost_time(
+        one,
+        cost,
+        text,
+        advice,
+        *shown,
+        flags=flags,
+        certain=False,
+    )
 
 
 # Functions of torch itself, which wait for other ranks or run what their callers give them
@@ -319,14 +356,18 @@ OF_TORCH = re.compile(
 
 
 def _find_python_in_function_on_cpu(one: RankFacts) -> Finding | Observation:
-    """Without a GPU an operator takes as long as Python in it does."""
-    found = [
-        row
-        for row in one.kernels.operators
-        if row.role is Role.OTHER and CUSTOM_FUNCTION.fullmatch(row.name) and not OF_TORCH.match(row.name)
-    ]
+    """Find Python in custom functions without a GPU, where an operator takes as long as Python in it does."""
+    found = [row for row in one.kernels.operators if row.role is Role.OTHER and _is_custom(row.name)]
     cost = sum(row.self_ms for row in found)
-    shown = [Evidence(f"{in_ms(row.self_ms)} inside {row.name}, in none of its operators", row.phase) for row in found]
+    shown = []
+    for row in found[:MAX_SHOWN]:
+        inside = f"{in_ms(row.self_ms)} inside {row.name}, in none of its operators"
+        shown.append(Evidence(inside, row.phase))
     text = f"custom functions take {one.of_step(cost)} besides the operators that they call"
     advice = "do less in Python there: fewer operators, or one compiled or C++ function"
-    return find_lost_time(one, cost, text, advice, *shown[:MAX_SHOWN], certain=False)
+    return find_lost_time(one, cost, text, advice, *shown, certain=False)
+
+
+def _is_custom(name: str) -> bool:
+    """Whether an operator is a program's own autograd.Function."""
+    return CUSTOM_FUNCTION.fullmatch(name) is not None and OF_TORCH.match(name) is None

@@ -7,6 +7,7 @@ from megatron_lite.analysis.findings.base import (
     Finding,
     Observation,
     Recording,
+    Remedy,
     could_not_look,
     find_lost_time,
     rule,
@@ -32,7 +33,7 @@ from megatron_lite.analysis.findings.update_rules import LOG, find_log_stalls
 from megatron_lite.analysis.rank_facts import MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.run.cores import measure_recording_ms
 from megatron_lite.analysis.run_facts import Facts
-from megatron_lite.analysis.time.time_results import MIN_STRETCH_MS, RankTime, ShortGaps, SyncSite
+from megatron_lite.analysis.time.time_results import MIN_STRETCH_MS, RankTime, ShortGaps, Stretch, SyncSite
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.formats.file_names import RUN_FILE
 from megatron_lite.phases import PYTHON_GC, Phase
@@ -70,18 +71,28 @@ def find_sync_in_step(facts: Facts, one: RankFacts) -> Finding | Observation:
     sites = find_waits(one)
     cost = sum(site.idle_ms for site in sites)
     calls = sum(site.per_step for site in sites)
-    shown = []
-    for site in sites[:MAX_SHOWN]:
-        what = f"{site.operator} -> {site.call}" if site.operator else site.call
-        times = f"host waits {in_ms(site.host_ms)}, device idles {in_ms(site.idle_ms)}"
-        text = f"{what} in {site.phase or 'no phase'}: {significant(site.per_step)} per step, {times}"
-        shown.append(Evidence(text, site.frame))
+    shown = [Evidence(_describe_wait(site), site.frame) for site in sites[:MAX_SHOWN]]
     text = f"{counted(calls, 'wait')} per step, after which the device idles {one.of_step(cost)}"
     advice = "read values (.item(), print, .cpu()) at the log interval only, and keep conditions on the device"
-    found = find_lost_time(one, cost, text, advice, *shown, flags=("--log-interval 100",), cheap=True)
+    found = find_lost_time(
+        one,
+        cost,
+        text,
+        advice,
+        *shown,
+        flags=("--log-interval 100",),
+        cheap=True,
+    )
     if isinstance(found, Finding):
         return found
     return _look_at_clipping(facts, one) or _look_at_waits(one, sites)
+
+
+def _describe_wait(site: SyncSite) -> str:
+    """Describe where the host waits, how often, and what follows."""
+    what = f"{site.operator} -> {site.call}" if site.operator else site.call
+    times = f"host waits {in_ms(site.host_ms)}, device idles {in_ms(site.idle_ms)}"
+    return f"{what} in {site.phase or 'no phase'}: {significant(site.per_step)} per step, {times}"
 
 
 def _look_at_clipping(facts: Facts, one: RankFacts) -> Observation | None:
@@ -101,10 +112,11 @@ def _look_at_waits(one: RankFacts, sites: list[SyncSite]) -> Observation:
     if not len(one.trace.rows[Kind.RUNTIME]):
         return could_not_look()
     calls = significant(sum(site.per_step for site in sites))
+    steps = counted(one.steady_steps, "steady step")
     idle = one.of_step(sum(site.idle_ms for site in sites))
     text = (
-        f"{calls} synchronizations per step in {counted(one.steady_steps, 'steady step')}; the device idles after them "
-        f"{idle}, {MIN_SHARE_SHOWN:.0%} would be much"
+        f"{calls} synchronizations per step in {steps}; the device idles after them {idle}, "
+        f"{MIN_SHARE_SHOWN:.0%} would be much"
     )
     seen = [Evidence(text, one.where())]
     for site in sites[:MAX_SITES_SEEN]:
@@ -122,25 +134,26 @@ def _look_at_reads(one: RankFacts) -> Observation:
     rows = rows[one.placing.operator[rows] < 0]
     phases = [*one.placing.phases, ""]
     in_step = [row for row in rows if phases[one.placing.phase[row]] not in READS_ON_HOST]
+    number = significant(len(in_step) / one.steady_steps)
     text = (
-        "no GPU in the trace, so reading a value never waits; "
-        f"{significant(len(in_step) / one.steady_steps)} values read "
-        "into Python per step, each of which would wait for a GPU; "
-        "log, eval, save and the optimizer's step counters left "
-        "out"
+        f"no GPU in the trace, so reading a value never waits; {number} values read into Python per step, each of "
+        "which would wait for a GPU; log, eval, save and the optimizer's step counters left out"
     )
     return saw(Evidence(text, one.where()))
 
 
 def find_waits(one: RankFacts) -> list[SyncSite]:
-    """Where the host waits for the device inside every step; most idle time first."""
-    unpinned = len(pageable_rows(one)) > 0  # they are a finding of their own
+    """List where the host waits for the device inside every step, most idle time first.
+
+    Waits that are findings of their own are left out: for copies of batches, checks of gradients, clipping, logging.
+    """
     sites = [site for site in one.time.syncs if site.per_step >= ONCE and site.phase not in BETWEEN_STEPS]
-    sites = [site for site in sites if site.cause != LOG and not (unpinned and is_batch_copy(site))]
+    sites = [site for site in sites if site.cause != LOG]
+    if len(pageable_rows(one)):
+        sites = [site for site in sites if not is_batch_copy(site)]
     if len(find_anomaly_checks(one)):
-        # a finding of their own, too
         sites = [site for site in sites if not is_fetch_of_check(site)]
-    clips = find_clip_waits(one) if measure_clipping(one) else []  # a finding of their own, too
+    clips = find_clip_waits(one) if measure_clipping(one) else []
     return [site for site in sites if site not in clips]
 
 
@@ -166,41 +179,63 @@ def find_launch_bound(facts: Facts, one: RankFacts) -> Finding | Observation:
     False alarm: a trace with stacks or shapes of a run that is fine without them: compare with the step time outside
         the window. Other jobs on the host's cores: likely at most, where what the rank got of them was not recorded.
     """
-    time, larger = one.time, facts.larger_micro_batch
+    time = one.time
     if not time.launch_bound:
         seen = Evidence(_describe_launches(time), one.where())
         return saw(seen) if time.launches else could_not_look(record=Recording.GPU_TRACE)
-    idle_ms = time.rows.get("host", 0.0) + time.rows.get("launch", 0.0)
-    recording_ms = min(measure_recording_ms(facts.run, one.time), idle_ms)
+    idle_ms = _measure_host_idle(time)
+    recording_ms = min(measure_recording_ms(facts.run, time), idle_ms)
     cost = idle_ms - recording_ms
     # without a recording these steps lose too little to call the host too slow
     is_by_recording = recording_ms > 0 and one.share(cost) < MIN_LAUNCH_SHARE
     if is_by_recording:
         text = f"the device idles {one.of_step(idle_ms)}, of which recording may have made {in_ms(recording_ms)}"
         return saw(Evidence(text, one.where()))
-    text = f"the device idles {one.of_step(cost)}: {_describe_launches(time)}"
-    sites = time.hosts[:MAX_LAUNCH_SITES]
-    shown = (Evidence(f"{in_ms(site.idle_ms)} while the host is in {site.what}", site.phase) for site in sites)
-    advice = "fewer and larger kernels: torch.compile, fused operators, CUDA graphs"
-    if larger:
-        advice = f"more work per launch: {larger[1]}"
-    flags = (*(larger[:1] if larger else ()), *(() if facts.compiles else ("--torch-compile",)))
-    more = list(shown)
+    more = _list_sites(one, MAX_LAUNCH_SITES, "while the host is in")
     if recording_ms > 0:
         more.append(Evidence(f"{in_ms(recording_ms)} of the host's time, left out of the cost, may be recording's"))
-    doubt = facts.doubt_cores([one.time.rank])
+    doubt = facts.doubt_cores([time.rank])
     if doubt:
         more.append(Evidence(doubt))
-    certain = not one.trace.with_stack and not doubt
-    return find_lost_time(one, cost, text, advice, *more, flags=flags, certain=certain, at_least=0.0)
+    remedy = _advise_larger_launches(facts)
+    return find_lost_time(
+        one,
+        cost,
+        f"the device idles {one.of_step(cost)}: {_describe_launches(time)}",
+        remedy.advice,
+        *more,
+        flags=remedy.flags,
+        certain=not one.trace.with_stack and not doubt,
+        at_least=0.0,
+    )
+
+
+def _measure_host_idle(time: RankTime) -> float:
+    """Measure the device's idle time because of the host and of launching, ms per step."""
+    return time.rows.get("host", 0.0) + time.rows.get("launch", 0.0)
+
+
+def _list_sites(one: RankFacts, most: int, where: str = "in") -> list[Evidence]:
+    """List the places in which the host was late, longest first. most: how many of them."""
+    return [Evidence(f"{in_ms(site.idle_ms)} {where} {site.what}", site.phase) for site in one.time.hosts[:most]]
+
+
+def _advise_larger_launches(facts: Facts) -> Remedy:
+    """Choose what makes kernels fewer and larger: a larger micro-batch where one fits, else compilation."""
+    compiling = () if facts.compiles else ("--torch-compile",)
+    larger = facts.larger_micro_batch
+    if larger:
+        flag, how = larger
+        return Remedy(f"more work per launch: {how}", (flag, *compiling))
+    return Remedy("fewer and larger kernels: torch.compile, fused operators, CUDA graphs", compiling)
 
 
 def _describe_launches(time: RankTime) -> str:
     """Write how many kernels a step launches, how long they take and wait, and how often they come."""
-    return (
-        f"{counted(round(time.launches), 'kernel')} per step; medians: {time.median_kernel_us:.1f} us per kernel, "
-        f"{time.median_launch_interval_us:.1f} us from launch to launch, {time.median_queue_us:.1f} us in the queue"
-    )
+    kernels = counted(round(time.launches), "kernel")
+    duration = f"{time.median_kernel_us:.1f} us per kernel"
+    interval = f"{time.median_launch_interval_us:.1f} us from launch to launch"
+    return f"{kernels} per step; medians: {duration}, {interval}, {time.median_queue_us:.1f} us in the queue"
 
 
 TITLE_ON_CPU = "Python between operators"
@@ -208,7 +243,10 @@ MAX_LATE_SHARE = 0.10  # of the step; the profiler alone makes a few percent
 MAX_CALLING_SHARE = 0.30  # of a CPU's step in short stretches: a small model has no less
 STACKS = "--pytorch-profiler-collect-callstack"
 MUCH = 0.5  # of the host's lateness
-LARGER_OPERATORS = ("--micro-batch-size", "--torch-compile")
+LARGER_OPERATORS = Remedy(
+    "give each operator more to do: a larger --micro-batch-size, or --torch-compile",
+    ("--micro-batch-size", "--torch-compile"),
+)
 
 
 @rule("host-gaps", "host delays at some points", "step", "phases", needs="trace")
@@ -227,77 +265,146 @@ def find_host_gaps(facts: Facts, one: RankFacts) -> Finding | Observation:
     Flags: --pytorch-profiler-collect-callstack shows which lines; record once without it for the true size.
     False alarm: a trace with stacks, which slow Python several times; a CPU whose cores other processes use.
     """
-    added = measure_recording_ms(facts.run, one.time)
-    host = one.time.rows.get("host", 0.0)
-    sites = [Evidence(f"{in_ms(site.idle_ms)} in {site.what}", site.phase) for site in one.time.hosts[:MAX_SHOWN]]
-    sites += list(_describe_short_gaps(one))
     if not one.time.on_gpu:
-        in_places = _find_in_places(facts, one, host - added)
-        return in_places if isinstance(in_places, Finding) else _find_in_calls(facts, one, host - added, sites)
+        return _find_host_gaps_on_cpu(facts, one)
+    host_ms = one.time.rows.get("host", 0.0)
     if one.time.launch_bound:
         return told_by("launch-bound", _describe_launches(one.time))
     if find_tiny_micro_batches(facts):
-        return told_by("tiny-micro-batches", f"the device idles {one.of_step(host)} because of the host")
-    # findings of their own
-    in_functions = find_python_in_function(facts)
-    if in_functions:
-        host -= in_functions.cost_ms or 0.0
-    if find_unused_parameter_search(facts):
-        # its copies are the device's work, which the device's idle time has not
-        host -= measure_exposed_search(one)
-    host = max(host, 0.0)
-    text = f"the device idles {one.of_step(host)} because of the host"
+        return told_by("tiny-micro-batches", f"the device idles {one.of_step(host_ms)} because of the host")
+    rest_ms = _leave_out_told(facts, one, host_ms)
+    text = f"the device idles {one.of_step(rest_ms)} because of the host"
     advice = "move Python work out of the step"
     flags: tuple[str, ...] = ()
     if not one.trace.with_stack:
         text += ": the trace has no stacks, so what the host did is unknown"
         advice = f"record stacks ({STACKS}) to see the lines; move their work out of the step"
         flags = (STACKS,)
-    return find_lost_time(one, host - added, text, advice, *sites, flags=flags, certain=False, at_least=MAX_LATE_SHARE)
+    return find_lost_time(
+        one,
+        rest_ms - measure_recording_ms(facts.run, one.time),
+        text,
+        advice,
+        *_list_sites(one, MAX_SHOWN),
+        *_describe_short_gaps(one),
+        flags=flags,
+        certain=False,
+        at_least=MAX_LATE_SHARE,
+    )
+
+
+def _leave_out_told(facts: Facts, one: RankFacts, host_ms: float) -> float:
+    """Leave out of the host's lateness what other findings tell.
+
+    Args:
+        facts: The run.
+        one: The rank.
+        host_ms: The lateness, ms per step.
+
+    Returns:
+        The rest, ms per step.
+    """
+    in_functions = find_python_in_function(facts)
+    if in_functions:
+        host_ms -= in_functions.cost_ms or 0.0
+    if find_unused_parameter_search(facts):
+        # its copies are the device's work, which the device's idle time has not
+        host_ms -= measure_exposed_search(one)
+    return max(host_ms, 0.0)
+
+
+def _find_host_gaps_on_cpu(facts: Facts, one: RankFacts) -> Finding | Observation:
+    """Find Python between operators without a GPU: long stretches in places, else the calls of many operators."""
+    between_ms = one.time.rows.get("host", 0.0) - measure_recording_ms(facts.run, one.time)
+    in_places = _find_in_places(facts, one, between_ms)
+    if in_places is not None:
+        return in_places
+    return _find_in_calls(facts, one, between_ms)
 
 
 def _describe_short_gaps(one: RankFacts) -> Iterator[Evidence]:
-    """How much of the host's lateness lies in short gaps, where it is much of it."""
-    short, host = one.time.short_gaps, one.time.rows.get("host", 0.0)
-    if one.time.on_gpu and short is not None and short.host_ms > MUCH * host > 0:
-        text = f"{in_ms(short.host_ms)} of it in {counted(round(short.number), 'gap')} below {MIN_STRETCH_MS:.0f} ms"
+    """Tell how much of the host's lateness lies in short gaps, where it is much of it."""
+    short = one.time.short_gaps
+    host_ms = one.time.rows.get("host", 0.0)
+    if one.time.on_gpu and short is not None and short.host_ms > MUCH * host_ms > 0:
+        gaps = counted(round(short.number), "gap")
+        text = f"{in_ms(short.host_ms)} of it in {gaps} below {MIN_STRETCH_MS:.0f} ms"
         yield Evidence(text, one.where())
 
 
-def _find_in_places(facts: Facts, one: RankFacts, most: float) -> Finding | Observation | None:
-    """Python at work for long in places."""
+def _find_in_places(facts: Facts, one: RankFacts, most_ms: float) -> Finding | Observation | None:
+    """Find places where Python is at work for long, without a GPU; None where there are none of note.
+
+    Args:
+        facts: The run.
+        one: The rank.
+        most_ms: Time between operators, ms per step: no more can be lost.
+    """
     logging = LOG if find_log_stalls(facts) else None  # that has its price there
     stretches = [stretch for stretch in one.time.stretches if stretch.phase != logging]
-    seen = sum(stretch.ms for stretch in stretches)
-    if one.share(min(most, seen)) < MAX_LATE_SHARE:
+    seen_ms = sum(stretch.ms for stretch in stretches)
+    cost = min(most_ms, seen_ms)
+    if one.share(cost) < MAX_LATE_SHARE:
         return None
-    shown = []
-    for stretch in stretches[:MAX_SHOWN]:
-        if stretch.ms >= MAX_LATE_SHARE * stretches[0].ms:
-            inside = f" in {stretch.line}" if stretch.line else ""
-            after = f", the longest stretch of it after {stretch.after}" if stretch.after else ""
-            where_seen = stretch.phase or "outside of all phases"
-            shown.append(Evidence(f"{in_ms(stretch.ms)} in the median step{inside}{after}", where_seen))
-    remedy = f"take that work out of {stretches[0].phase or 'the step'}, or do it in fewer steps"
-    advice = remedy if one.trace.with_stack else f"{STACKS} names the function; {remedy}"
-    flags = () if one.trace.with_stack else (STACKS,)
-    text = f"Python runs for a millisecond or longer without an operator: {one.of_step(seen)}"
-    cost, title, least = min(most, seen), TITLE_ON_CPU, MAX_LATE_SHARE
-    return find_lost_time(one, cost, text, advice, *shown, title=title, flags=flags, certain=False, at_least=least)
+    longest = stretches[0]
+    notable = [stretch for stretch in stretches[:MAX_SHOWN] if stretch.ms >= MAX_LATE_SHARE * longest.ms]
+    shown = [_describe_stretch(stretch) for stretch in notable]
+    advice = f"take that work out of {longest.phase or 'the step'}, or do it in fewer steps"
+    flags: tuple[str, ...] = ()
+    if not one.trace.with_stack:
+        advice = f"{STACKS} names the function; {advice}"
+        flags = (STACKS,)
+    text = f"Python runs for a millisecond or longer without an operator: {one.of_step(seen_ms)}"
+    return find_lost_time(
+        one,
+        cost,
+        text,
+        advice,
+        *shown,
+        title=TITLE_ON_CPU,
+        flags=flags,
+        certain=False,
+        at_least=MAX_LATE_SHARE,
+    )
 
 
-def _find_in_calls(facts: Facts, one: RankFacts, most: float, sites: list[Evidence]) -> Finding | Observation:
-    """Python calling so many operators that it takes as long as they do."""
-    cost = most - sum(stretch.ms for stretch in one.time.stretches)
+def _describe_stretch(stretch: Stretch) -> Evidence:
+    """Describe where Python is at work for long, and after which operator."""
+    inside = f" in {stretch.line}" if stretch.line else ""
+    after = f", the longest stretch of it after {stretch.after}" if stretch.after else ""
+    text = f"{in_ms(stretch.ms)} in the median step{inside}{after}"
+    return Evidence(text, stretch.phase or "outside of all phases")
+
+
+def _find_in_calls(facts: Facts, one: RankFacts, most_ms: float) -> Finding | Observation:
+    """Find Python that calls so many operators that it takes as long as they do.
+
+    Args:
+        facts: The run.
+        one: The rank.
+        most_ms: Time between operators, ms per step.
+    """
+    cost = most_ms - sum(stretch.ms for stretch in one.time.stretches)
+    between = f"Python between operators takes {one.of_step(cost)}"
     for rule_of_it in (find_tiny_micro_batches, find_short_gaps):
         if rule_of_it(facts):
-            return told_by(rule_of_it.code, f"Python between operators takes {one.of_step(cost)}")
+            return told_by(rule_of_it.code, between)
     operators = sum(phase.kernels for phase in one.time.phases)
-    each = f"{1e3 * one.time.rows.get('compute', 0.0) / operators:,.0f} us each" if operators else "in no phase"
+    each = "in no phase"
+    if operators:
+        each = f"{1e3 * one.time.rows.get('compute', 0.0) / operators:,.0f} us each"
     text = f"{counted(round(operators), 'operator')} per step, {each}; Python between them takes {one.of_step(cost)}"
-    advice = f"give each operator more to do: a larger {LARGER_OPERATORS[0]}, or {LARGER_OPERATORS[1]}"
-    flags, title, limit = LARGER_OPERATORS, TITLE_ON_CPU, MAX_CALLING_SHARE
-    return find_lost_time(one, cost, text, advice, *sites, title=title, flags=flags, certain=False, at_least=limit)
+    return find_lost_time(
+        one,
+        cost,
+        text,
+        LARGER_OPERATORS.advice,
+        *_list_sites(one, MAX_SHOWN),
+        title=TITLE_ON_CPU,
+        flags=LARGER_OPERATORS.flags,
+        certain=False,
+        at_least=MAX_CALLING_SHARE,
+    )
 
 
 MAX_SHORT_SHARE = 0.10  # of the step
@@ -324,41 +431,59 @@ def find_short_gaps(facts: Facts, one: RankFacts) -> Finding | Observation:
     if short is None:
         return could_not_look()
     if not one.time.on_gpu:
-        text = (
-            f"{counted(round(short.number), 'piece')} of 0.1 to {MIN_STRETCH_MS:.0f} ms without an operator: "
-            f"{one.of_step(short.ms)}"
-        )
-        sites = [Evidence(f"{in_ms(site.idle_ms)} in {site.what}", site.phase) for site in one.time.hosts[:MAX_SHOWN]]
-        advice = f"record stacks ({STACKS}) to see the lines; move their work out of the step"
-        limit = MAX_SHORT_SHARE_ON_CPU
-        return find_lost_time(one, short.ms, text, advice, *sites, flags=(STACKS,), certain=False, at_least=limit)
+        return _find_short_gaps_on_cpu(one, short)
     parts = _name_short_gaps(facts, one, short)
     cost = sum(parts.values())
     text = f"gaps below {MIN_STRETCH_MS:.0f} ms, {short.number:,.0f} per step: {one.of_step(cost)}"
     shown = [Evidence(f"{in_ms(ms)} {what}", one.where()) for what, ms in parts.items() if ms > MUCH_TOO_LITTLE * cost]
-    sites = [
-        Evidence(f"{in_ms(site.idle_ms)} in {site.what}", site.phase) for site in one.time.hosts[:MAX_LAUNCH_SITES]
-    ]
-    shown += sites if parts.get(HOST_LATE) else []
+    if parts.get(HOST_LATE):
+        shown += _list_sites(one, MAX_LAUNCH_SITES)
     advice = "fewer and larger kernels: torch.compile, fused operators, or CUDA graphs around what launches them"
     flags = () if facts.compiles else ("--torch-compile",)
-    return find_lost_time(one, cost, text, advice, *shown, flags=flags, certain=False, at_least=MAX_SHORT_SHARE)
+    return find_lost_time(
+        one,
+        cost,
+        text,
+        advice,
+        *shown,
+        flags=flags,
+        certain=False,
+        at_least=MAX_SHORT_SHARE,
+    )
+
+
+def _find_short_gaps_on_cpu(one: RankFacts, short: ShortGaps) -> Finding | Observation:
+    """Find short pieces of the step without an operator, where there is no GPU."""
+    pieces = counted(round(short.number), "piece")
+    text = f"{pieces} of 0.1 to {MIN_STRETCH_MS:.0f} ms without an operator: {one.of_step(short.ms)}"
+    return find_lost_time(
+        one,
+        short.ms,
+        text,
+        f"record stacks ({STACKS}) to see the lines; move their work out of the step",
+        *_list_sites(one, MAX_SHOWN),
+        flags=(STACKS,),
+        certain=False,
+        at_least=MAX_SHORT_SHARE_ON_CPU,
+    )
 
 
 HOST_LATE = "while the host was busy between launches"
+LAUNCHING = "of launch latency"
 MUCH_TOO_LITTLE = 0.05  # of the cost: a part that explains nothing
 
 
 def _name_short_gaps(facts: Facts, one: RankFacts, short: ShortGaps) -> dict[str, float]:
-    """{what: ms per step} of what no other finding counts."""
+    """Tell by what ends them how long short gaps are that no other finding counts, ms per step, longest first."""
     parts = {
         HOST_LATE: max(0.0, short.host_ms - measure_recording_ms(facts.run, one.time)),
-        "of launch latency": short.launch_ms,
+        LAUNCHING: short.launch_ms,
         "between kernels of a graph that was launched as a whole": short.graph_ms,
         "although the next kernel was launched in time": short.queued_ms,
     }
     if one.time.launch_bound:
-        del parts[HOST_LATE], parts["of launch latency"]
+        del parts[HOST_LATE]
+        del parts[LAUNCHING]
     elif one.share(one.time.rows.get("host", 0.0)) >= MAX_LATE_SHARE or find_tiny_micro_batches(facts):
         del parts[HOST_LATE]
     return dict(sorted(parts.items(), key=lambda part: -part[1]))
@@ -381,27 +506,29 @@ def find_tiny_micro_batches(facts: Facts, one: RankFacts) -> Finding | Observati
     Flags: --micro-batch-size N at the same --global-batch-size.
     False alarm: memory that allows no more (see micro-batch-headroom), or a single micro-batch.
     """
-    number, tokens = one.per_step(one.backward_ranges()), facts.micro_batch_tokens
-    larger, now = facts.larger_micro_batch, facts.settings.micro_batch_size
+    number = one.per_step(one.backward_ranges())
+    tokens = facts.micro_batch_tokens
     if tokens is None:
         return could_not_look(record=Recording.RUN_FOLDER)
     if number < MIN_MICRO_BATCHES or tokens > FEW_TOKENS:
         return saw_nothing(one, f"{counted(number, 'backward pass')} of {tokens:,} tokens per step")
     if one.time.launch_bound:
         return told_by("launch-bound", _describe_launches(one.time))
+    larger = facts.larger_micro_batch
     if facts.device_bytes and not larger:
         return saw(Evidence(f"{counted(number, 'micro-batch')} per step, and a larger one does not fit", RUN_FILE))
-    added = one.accumulation_ms()
-    idle_ms = one.time.rows.get("host", 0.0) + one.time.rows.get("launch", 0.0)
-    host = max(0.0, idle_ms - measure_recording_ms(facts.run, one.time))
-    cost = (added + host) * (1 - 1 / number)
-    flag = "--micro-batch-size"  # no number without the memory that it would take
-    flag, advice = larger or (flag, f"fewer, larger micro-batches as far as memory allows: {flag} above {now}")
+    adding_ms = one.accumulation_ms()
+    host_ms = max(0.0, _measure_host_idle(one.time) - measure_recording_ms(facts.run, one.time))
+    cost = (adding_ms + host_ms) * (1 - 1 / number)
     text = (
-        f"{significant(number)} micro-batches per step of {tokens:,} tokens: "
-        f"adding gradients up {in_ms(added)}, the host between "
-        f"operators {in_ms(host)}; saved at most {one.of_step(cost)}"
+        f"{significant(number)} micro-batches per step of {tokens:,} tokens: adding gradients up {in_ms(adding_ms)}, "
+        f"the host between operators {in_ms(host_ms)}; saved at most {one.of_step(cost)}"
     )
+    flag = "--micro-batch-size"  # no number without the memory that it would take
+    now = facts.settings.micro_batch_size
+    advice = f"fewer, larger micro-batches as far as memory allows: {flag} above {now}"
+    if larger:
+        flag, advice = larger
     return find_lost_time(one, cost, text, advice, flags=(flag,), certain=False)
 
 
@@ -425,21 +552,28 @@ def find_gc_pauses(facts: Facts, one: RankFacts) -> Finding | Observation:
     False alarm: a single collection in a short window, which this mean makes look like every step's.
     """
     cost = one.time.rows.get("garbage_collector", 0.0)
-    advice = "--manual-gc is on: a larger --manual-gc-interval"
-    flags: tuple[str, ...] = ()
-    if not facts.settings.manual_gc:
-        together = "in rare steps" if facts.has_one_rank else "on all ranks in the same, rare steps"
-        advice = f"collect {together}, without a gc.collect() in each step"
-        flags = ("--manual-gc --manual-gc-interval 100",)
     collections = one.rows_named(lambda name: name.startswith(PYTHON_GC), Kind.ANNOTATION, Kind.PYTHON)
-    if not cost and not len(collections) and facts.run is None:  # only this trainer and `watch` mark all of them
+    # only this trainer and `watch` mark all collections
+    is_marked = len(collections) > 0 or facts.run is not None
+    if not cost and not is_marked:
         return could_not_look(record=Recording.STACKS)
-    often = one.per_step(collections) >= MANY_COLLECTIONS
-    number = f"{counted(one.per_step(collections), 'collection')} per step: " if len(collections) else ""
-    if often:
+    text = f"garbage collection takes {one.of_step(cost)}"
+    if len(collections):
+        text = f"{counted(one.per_step(collections), 'collection')} per step: {one.of_step(cost)}"
+    remedy = _advise_on_collections(facts)
+    advice = remedy.advice
+    if one.per_step(collections) >= MANY_COLLECTIONS:
         advice += "; gc.freeze() once the model is built, and a higher gc.set_threshold"
-    text = f"garbage collection takes {one.of_step(cost)}" if not number else f"{number}{one.of_step(cost)}"
-    return find_lost_time(one, cost, text, advice, flags=flags, cheap=True)
+    return find_lost_time(one, cost, text, advice, flags=remedy.flags, cheap=True)
+
+
+def _advise_on_collections(facts: Facts) -> Remedy:
+    """Choose how garbage is collected in fewer steps."""
+    if facts.settings.manual_gc:
+        return Remedy("--manual-gc is on: a larger --manual-gc-interval")
+    together = "in rare steps" if facts.has_one_rank else "on all ranks in the same, rare steps"
+    advice = f"collect {together}, without a gc.collect() in each step"
+    return Remedy(advice, ("--manual-gc --manual-gc-interval 100",))
 
 
 ALLOCATOR_CALLS = ("cudaMalloc", "cudaFree", "cudaHostAlloc", "cuMem", "hipMalloc", "hipFree", "hipHostMalloc")
@@ -462,11 +596,19 @@ def find_allocator_stalls(facts: Facts, one: RankFacts) -> Finding | Observation
     False alarm: a window at the run's beginning, while the allocator still grows; profile later steps.
     """
     cost = one.time.rows.get("allocator", 0.0)
-    rows = one.rows_named(lambda name: name.startswith(ALLOCATOR_CALLS), Kind.RUNTIME)
-    text = f"{counted(one.per_step(rows), 'call')} per step; the device idles because of them {one.of_step(cost)}"
+    calls = one.rows_named(lambda name: name.startswith(ALLOCATOR_CALLS), Kind.RUNTIME)
+    first = calls[0] if len(calls) else None
+    text = f"{counted(one.per_step(calls), 'call')} per step; the device idles because of them {one.of_step(cost)}"
     advice = f"leave the allocator more room, or let its segments grow: {EXPANDABLE_SEGMENTS}"
-    row, flags = rows[0] if len(rows) else None, (EXPANDABLE_SEGMENTS,)
-    return find_lost_time(one, cost, text, advice, row=row, flags=flags, cheap=True)
+    return find_lost_time(
+        one,
+        cost,
+        text,
+        advice,
+        row=first,
+        flags=(EXPANDABLE_SEGMENTS,),
+        cheap=True,
+    )
 
 
 @rule("stream-waits", "kernels waiting for another stream", "step", needs="gpu")

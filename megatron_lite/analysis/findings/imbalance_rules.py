@@ -7,6 +7,7 @@ from megatron_lite.analysis.findings.base import (
     Recording,
     build_time_finding,
     could_not_look,
+    measure_longest_step,
     rule,
     saw,
     told_by,
@@ -22,7 +23,7 @@ MAX_NAMED = 4
 
 @rule("late-in-turns", "ranks that take turns being late", "ranks", "collectives")
 def find_late_in_turns(facts: Facts) -> Finding | Observation:
-    """Some rank is late in each step, or in some steps again and again, but not always the same one.
+    """A rank is late in each step, or in some steps again and again, but not always the same one.
 
     Meaning: every collective ends for all when the last rank has come. Where the work of a step differs between ranks
         (sequences of unequal length, samples that cost more to load, experts with more tokens), each step takes as long
@@ -62,7 +63,7 @@ def find_late_in_turns(facts: Facts) -> Finding | Observation:
 
 @rule("late-at-times", "rank that comes late in some steps", "ranks", "collectives")
 def find_late_at_times(facts: Facts) -> Finding | Observation:
-    """One rank comes late in some steps, and is as fast as the others in the rest.
+    """A rank comes late in some steps, and is as fast as the others in the rest.
 
     Meaning: a rank that does something more in every n-th step (saving, evaluating, logging, collecting garbage, a
         batch of another kind) makes all ranks wait for it. Its median step shows nothing.
@@ -128,26 +129,28 @@ def find_collective_order(facts: Facts) -> Finding | Observation:
 
 
 def _find_imbalance(facts: Facts) -> Imbalance | None:
-    """By the traces of several ranks; else by every rank's own times in steps.jsonl.
+    """Find ranks that come late now and then, by the traces of several ranks; else by every rank's own times.
 
     None where it is little, or without traces a rank is a straggler.
     """
-    ranks, run = facts.ranks, facts.run
+    ranks = facts.ranks
+    run = facts.run
     found = ranks.imbalance if ranks else None
-    step_ms = max((row.step_ms for row in ranks.rows), default=0.0) if ranks else 0.0
+    step_ms = measure_longest_step(facts)
     if found is None and run is not None and (ranks is None or ranks.straggler is None):
         found = None if find_straggler_by_medians(run) else find_imbalance_by_lines(run)
         step_ms = run.steady_step_ms or step_ms
-    return found if found is not None and step_ms > 0 and found.lost_ms >= MATTERS * step_ms else None
+    is_notable = found is not None and step_ms > 0 and found.lost_ms >= MATTERS * step_ms
+    return found if is_notable else None
 
 
 def _describe_period(found: Imbalance) -> str:
-    """', every 5 steps'; '' where late steps do not come at equal distances, or every step is one."""
+    """Describe it as in ", every 5 steps"; "" where late steps do not come at equal distances, or every step is one."""
     return f", every {found.every} steps" if found.every and found.every > 1 else ""
 
 
 def _describe_usual(found: Imbalance) -> str:
-    """A rank that is late in the usual step, too; '' where none is."""
+    """Name a rank that is late in the usual step, too; "" where none is."""
     if found.usual is None:
         return ""
     rank, late_ms = found.usual
@@ -155,6 +158,7 @@ def _describe_usual(found: Imbalance) -> str:
 
 
 def _describe_cause(found: Imbalance) -> str:
+    """Describe what makes the late rank late, and how that is known."""
     if found.computes is None:
         return "by each rank's own times in steps.jsonl, in phases where none waits for another"
     if found.computes:
@@ -163,9 +167,12 @@ def _describe_cause(found: Imbalance) -> str:
 
 
 def _describe_doubts(facts: Facts, found: Imbalance) -> list[Evidence]:
-    """Ranks that were not read, and hosts of late ranks whose cores other jobs may have taken."""
+    """Name ranks that were not read, and hosts of late ranks whose cores other jobs may have taken."""
+    doubts = []
     absent = facts.ranks.describe_missing() if facts.ranks else ""
-    doubts = [f"{absent}: they may be late, too"] if absent else []
+    if absent:
+        doubts.append(Evidence(f"{absent}: they may be late, too"))
     doubt = facts.doubt_imbalance(found)
-    doubts += [doubt] if doubt else []
-    return [Evidence(text) for text in doubts]
+    if doubt:
+        doubts.append(Evidence(doubt))
+    return doubts

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,7 @@ from megatron_lite.analysis.findings.base import (
     Finding,
     Observation,
     Recording,
+    Remedy,
     build_time_finding,
     could_not_look,
     find_lost_time,
@@ -21,6 +23,7 @@ from megatron_lite.analysis.findings.base import (
 )
 from megatron_lite.analysis.intervals import Integers
 from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts, in_ms
+from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts, measure_ordinary
 from megatron_lite.analysis.time.find_phases import TO_DEVICE as TO_GPU
 from megatron_lite.analysis.time.time_results import SyncSite
@@ -34,7 +37,7 @@ DATA = Phase.DATA.value
 
 @dataclass(frozen=True)
 class LoaderWait:
-    """Of the rank that waits most."""
+    """Waiting for the data loader, of the rank that waits most."""
 
     ms: float  # per step
     busy_ms: float  # the rest of the step
@@ -46,32 +49,71 @@ class LoaderWait:
 
 
 def measure_loader_wait(facts: Facts) -> LoaderWait | None:
-    """None where it does not matter or is unknown."""
-    run = facts.run
+    """Measure the wait for the data loader, in traces or else by the run's own times.
+
+    The result is None where it does not matter or is unknown.
+    """
     if facts.ranks_seen:
-        one = max(facts.ranks_seen, key=lambda seen: seen.time.rows.get("data_wait", 0.0))
-        ms = one.time.rows.get("data_wait", 0.0)
-        if one.share(ms) < MATTERS:
-            return None
-        text = f"{'the device' if one.time.on_gpu else 'the step'} waits for the data loader {one.of_step(ms)}"
-        loading_ms = one.time.loader_host_ms or None
-        loaders = tuple(work.what for work in one.time.named if work.cause == "data_wait")
-        return LoaderWait(ms, one.time.step_ms - ms, loading_ms, text, one.where(), one.time.rank, loaders)
-    if run is None or not run.steady_step_ms:
+        return _measure_traced_wait(facts.ranks_seen)
+    return _measure_recorded_wait(facts.run) if facts.run is not None else None
+
+
+def _measure_traced_wait(ranks: Sequence[RankFacts]) -> LoaderWait | None:
+    """Measure the wait of the rank that waits most in its trace; None where it does not matter."""
+    one = max(ranks, key=_get_data_wait)
+    wait_ms = _get_data_wait(one)
+    if one.share(wait_ms) < MATTERS:
+        return None
+    what = "the device" if one.time.on_gpu else "the step"
+    return LoaderWait(
+        ms=wait_ms,
+        busy_ms=one.time.step_ms - wait_ms,
+        loading_ms=one.time.loader_host_ms or None,
+        text=f"{what} waits for the data loader {one.of_step(wait_ms)}",
+        where=one.where(),
+        rank=one.time.rank,
+        loaders=tuple(work.what for work in one.time.named if work.cause == "data_wait"),
+    )
+
+
+def _get_data_wait(one: RankFacts) -> float:
+    """Waiting for the data loader in a rank's trace, ms per step."""
+    return one.time.rows.get("data_wait", 0.0)
+
+
+def _measure_recorded_wait(run: Run) -> LoaderWait | None:
+    """Measure the wait of the slowest rank, or of the one that writes; None where it does not matter."""
+    step_ms = run.steady_step_ms
+    if not step_ms:
         return None
     waits = run.ranks.phases_ms.get(DATA, ()) if run.ranks else ()
     known = [(ms, rank) for rank, ms in enumerate(waits) if not math.isnan(ms)]
-    seen: list[tuple[float | None, int | None]] = [max(known)] if known else []
-    seen.append((measure_ordinary(run, run.phases_ms.get(DATA, ())), None))
-    wait_ms, rank = next((one for one in seen if (one[0] or 0.0) >= MATTERS * run.steady_step_ms), (None, None))
-    if wait_ms is None:
-        return None
-    text = (
-        f"{in_ms(wait_ms)} of a step of {in_ms(run.steady_step_ms)} is spent in the phase {DATA} (median of "
-        "typical steps)"
+    longest_ms, rank = max(known, default=(0.0, None))
+    own_ms = measure_ordinary(run, run.phases_ms.get(DATA, ())) or 0.0
+    if longest_ms >= MATTERS * step_ms:
+        return _build_recorded_wait(longest_ms, step_ms, rank)
+    if own_ms >= MATTERS * step_ms:
+        return _build_recorded_wait(own_ms, step_ms, None)
+    return None
+
+
+def _build_recorded_wait(wait_ms: float, step_ms: float, rank: int | None) -> LoaderWait:
+    """Describe a wait that a run's own record tells.
+
+    Args:
+        wait_ms: Median of the phase that loads, ms.
+        step_ms: Median step, ms.
+        rank: The rank; None for the one that writes the record.
+    """
+    of_step = f"{in_ms(wait_ms)} of a step of {in_ms(step_ms)}"
+    return LoaderWait(
+        ms=wait_ms,
+        busy_ms=step_ms - wait_ms,
+        loading_ms=None,
+        text=f"{of_step} is spent in the phase {DATA} (median of typical steps)",
+        where=STEPS_FILE if rank is None else f"rank {rank}, {STEPS_FILE}",
+        rank=rank,
     )
-    place = "steps.jsonl" if rank is None else f"rank {rank}, steps.jsonl"
-    return LoaderWait(wait_ms, run.steady_step_ms - wait_ms, None, text, place, rank)
 
 
 @rule("starved-loader", "waiting for the data loader", "step", "phases", "ranks", record=Recording.LOADER)
@@ -90,62 +132,66 @@ def find_starved_loader(facts: Facts) -> Finding | Observation:
     False alarm: the first steps of a run, while workers start; they are left out of the figures. Other jobs that take
         the loader's cores: likely at most, where what the rank got of them was not recorded.
     """
-    wait, workers = measure_loader_wait(facts), facts.loader_workers
+    wait = measure_loader_wait(facts)
     if wait is None or are_too_many(facts):
         return _look_at_loader(facts)
-    advice, flags = _advise_workers(facts, wait, workers)
     seen = [Evidence(wait.text, wait.where)]
     if wait.loading_ms is not None:
         by = f" ({', '.join(wait.loaders)})" if wait.loaders else ""
         text = f"the host spends {in_ms(wait.loading_ms)} per step in the data loader{by}"
         seen.append(Evidence(f"{text}, whether or not the device is busy meanwhile"))
     doubt = facts.doubt_cores([wait.rank])
-    seen += [Evidence(doubt)] if doubt else []
-    return build_time_finding(wait.ms, seen, advice, flags, not doubt, wait.rank)
+    if doubt:
+        seen.append(Evidence(doubt))
+    remedy = _advise_workers(facts, wait)
+    return build_time_finding(wait.ms, seen, remedy.advice, remedy.flags, certain=not doubt, rank=wait.rank)
 
 
 def _look_at_loader(facts: Facts) -> Observation:
     """Tell how long the device, or without a trace the step, waits for the loader; it must be known to be one."""
-    run = facts.run
     traced = [one for one in facts.ranks_seen if one.time.step_ms > 0 and _shows_loader(one)]
     if traced:
-        one = max(traced, key=lambda seen: seen.time.rows.get("data_wait", 0.0))
-        waits = one.of_step(one.time.rows.get("data_wait", 0.0))
+        one = max(traced, key=_get_data_wait)
+        waits = one.of_step(_get_data_wait(one))
         inside = f"{in_ms(one.time.loader_host_ms)} of it in the loader, whether or not overlapped"
         text = f"waiting for the data loader: {waits}; {inside}; {MATTERS:.0%} would be much"
         return saw(Evidence(text, one.where()))
+    run = facts.run
     wait_ms = measure_ordinary(run, run.phases_ms.get(DATA, ())) if run else None
     if run is None or wait_ms is None or not run.steady_step_ms:
         return could_not_look()
-    return saw(Evidence(f"median {in_ms(wait_ms)} in the phase {DATA} of {in_ms(run.steady_step_ms)}", STEPS_FILE))
+    text = f"median {in_ms(wait_ms)} in the phase {DATA} of {in_ms(run.steady_step_ms)}"
+    return saw(Evidence(text, STEPS_FILE))
 
 
 def _shows_loader(one: RankFacts) -> bool:
     """Whether a trace names the loader or a range around it."""
-    return one.time.loader_host_ms > 0 or any(part.name == DATA for part in one.time.phases)
+    has_phase = any(part.name == DATA for part in one.time.phases)
+    return has_phase or one.time.loader_host_ms > 0
 
 
 LESS_PER_BATCH = "do less per batch: tokenize before training, larger reads, a local disk"
 
 
-def _advise_workers(facts: Facts, wait: LoaderWait, workers: int | None) -> tuple[str, tuple[str, ...]]:
-    """What to try, and its flag: as many workers as keep up with the step, and no more than the machine has cores for.
-
-    workers: those that the run has; None for unknown.
-    """
+def _advise_workers(facts: Facts, wait: LoaderWait) -> Remedy:
+    """Advise as many workers as keep up with the step, and no more than the machine has cores for."""
+    workers = facts.loader_workers
     if workers is None:
-        return "load ahead with more worker processes", ("--num-workers N",)
+        return Remedy("load ahead with more worker processes", ("--num-workers N",))
     wanted = 2 * workers
     if workers <= 0:
-        # loading time over computing time says how many keep up
-        wanted = max(2, math.ceil(wait.loading_ms / wait.busy_ms)) if wait.loading_ms and wait.busy_ms else 2
-    _, ranks, cpus = _count(facts)
-    most = max(1, cpus // ranks) if cpus and ranks else wanted
+        wanted = 2
+        if wait.loading_ms and wait.busy_ms:
+            # loading time over computing time says how many keep up
+            wanted = max(wanted, math.ceil(wait.loading_ms / wait.busy_ms))
+    cores = facts.hardware.cpus
+    ranks = facts.local_ranks
+    most = max(1, cores // ranks) if cores and ranks else wanted
     if workers >= most:
-        return f"{LESS_PER_BATCH}; {counted(workers, 'worker')} per rank take all cores already", ()
+        return Remedy(f"{LESS_PER_BATCH}; {counted(workers, 'worker')} per rank take all cores already")
     flag = f"--num-workers {min(wanted, most)}"
     more = f"; {LESS_PER_BATCH}" if wanted > most else ""
-    return f"load ahead with more workers: {flag} (now {workers}){more}", (flag,)
+    return Remedy(f"load ahead with more workers: {flag} (now {workers}){more}", (flag,))
 
 
 @rule("too-many-workers", "more loader workers than cores", "ranks", "run")
@@ -161,34 +207,38 @@ def find_too_many_workers(facts: Facts) -> Finding | Observation:
     Flags: --num-workers N with N x ranks below the number of cores.
     False alarm: workers that mostly wait for a slow network disk may well outnumber the cores.
     """
-    wait, (workers, ranks, cpus) = measure_loader_wait(facts), _count(facts)
-    if workers is None or not ranks or not cpus:
+    workers = facts.loader_workers
+    ranks = facts.local_ranks
+    cores = facts.hardware.cpus
+    if workers is None or not ranks or not cores:
         return could_not_look(record=Recording.RUN_FOLDER)
-    text = f"{counted(workers, 'worker')} x {counted(ranks, 'rank')} of this machine on {counted(cpus, 'core')}"
+    text = f"{counted(workers, 'worker')} x {counted(ranks, 'rank')} of this machine on {counted(cores, 'core')}"
     counts = Evidence(text, RUN_FILE)
+    wait = measure_loader_wait(facts)
     if wait is None or not are_too_many(facts):
         return saw(counts)
-    fewer = max(1, cpus // (2 * ranks))
+    flag = f"--num-workers {max(1, cores // (2 * ranks))}"
     seen = (Evidence(wait.text, wait.where), counts)
-    advice = f"fewer workers than cores: --num-workers {fewer} (now {workers}), and less work per batch"
-    return build_time_finding(wait.ms, seen, advice, (f"--num-workers {fewer}",), certain=False, rank=wait.rank)
+    advice = f"fewer workers than cores: {flag} (now {workers}), and less work per batch"
+    return build_time_finding(wait.ms, seen, advice, (flag,), certain=False, rank=wait.rank)
 
 
 def are_too_many(facts: Facts) -> bool:
-    """More workers on this machine than cores; False where either is unknown. One worker is never too many."""
-    workers, ranks, cpus = _count(facts)
-    return bool(workers and ranks and cpus and workers > 1 and workers * ranks > cpus)
+    """Whether this machine has more loader workers than cores; False where either is unknown.
 
-
-def _count(facts: Facts) -> tuple[int | None, int | None, int | None]:
-    return facts.loader_workers, facts.local_ranks, facts.hardware.cpus
+    A single worker is never too many.
+    """
+    workers = facts.loader_workers
+    ranks = facts.local_ranks
+    cores = facts.hardware.cpus
+    if not workers or not ranks or not cores:
+        return False
+    return workers > 1 and workers * ranks > cores
 
 
 COPIES = ("aten::to", "aten::_to_copy", "aten::copy_", "aten::cuda", "")
 TO_DEVICE = (Phase.DATA.value, Phase.DATA_TO_DEVICE.value)
 PAGEABLE = re.compile(r"(HtoD|HostToDevice|Host2Device).*Pageable|Pageable -> Device", re.IGNORECASE)
-
-
 PINNED_OR_NOT = re.compile(r"(pageable|pinned) *->", re.IGNORECASE)
 
 
@@ -211,16 +261,18 @@ def find_unpinned_copies(facts: Facts, one: RankFacts) -> Finding | Observation:
     rows = pageable_rows(one)
     if not len(rows):
         return _look_at_batch_copies(one)
-    exposed = one.exposed_ms(rows)
-    stalled = sum(site.idle_ms for site in one.time.syncs if is_batch_copy(site))
-    each = float(one.trace.events.num_bytes[rows].clip(min=0).mean())
+    exposed_ms = one.exposed_ms(rows)
+    stalled_ms = sum(site.idle_ms for site in one.time.syncs if is_batch_copy(site))
+    cost = exposed_ms + stalled_ms
+    num_bytes = one.trace.events.num_bytes[rows]
+    mean_bytes = float(num_bytes.clip(min=0).mean())
     text = (
-        f"{significant(one.per_step(rows))} unpinned per step, of {size(each)} on average: "
-        f"{in_ms(exposed)} on the device "
-        f"not overlapped with compute, {in_ms(stalled)} idle after the host's wait; {one.of_step(exposed + stalled)}"
+        f"{significant(one.per_step(rows))} unpinned per step, of {size(mean_bytes)} on average: "
+        f"{in_ms(exposed_ms)} on the device not overlapped with compute, "
+        f"{in_ms(stalled_ms)} idle after the host's wait; {one.of_step(cost)}"
     )
     advice = "pin host memory (DataLoader(pin_memory=True)) and copy with .to(device, non_blocking=True)"
-    found = find_lost_time(one, exposed + stalled, text, advice, row=rows[0], cheap=True)
+    found = find_lost_time(one, cost, text, advice, row=rows[0], cheap=True)
     return found if isinstance(found, Finding) else _look_at_batch_copies(one)
 
 
@@ -229,24 +281,28 @@ def _look_at_batch_copies(one: RankFacts) -> Observation:
     to_device = one.rows_named(TO_GPU.search, Kind.MEMCPY)
     names = {row: one.trace.name_of(row) for row in to_device.tolist()}
     named = [row for row, name in names.items() if PINNED_OR_NOT.search(name)]
-    steady = counted(one.steady_steps, "steady step")
-    if not named and len(to_device):
-        text = f"the events do not say from which memory, {counted(len(to_device), 'copy')} in {steady}"
-        return could_not_look(Evidence(text, one.where()))
     if not named:
-        return could_not_look(Evidence(f"no copy from the host in {steady}", one.where()))
+        steady = counted(one.steady_steps, "steady step")
+        text = f"no copy from the host in {steady}"
+        if len(to_device):
+            text = f"the events do not say from which memory, {counted(len(to_device), 'copy')} in {steady}"
+        return could_not_look(Evidence(text, one.where()))
     pageable = [row for row in named if "ageable" in names[row]]
     num_bytes = one.trace.events.num_bytes.clip(min=0)
-    total = num_bytes[named].sum()
-    slow = num_bytes[pageable].sum()
-    pinned = counted((len(named) - len(pageable)) / one.steady_steps, "transfer")
+    all_bytes = num_bytes[named].sum()
+    pageable_bytes = num_bytes[pageable].sum()
+    steps = one.steady_steps
+    from_pinned = counted((len(named) - len(pageable)) / steps, "transfer")
+    from_pageable = significant(len(pageable) / steps)
     text = (
-        f"per step {pinned} ({size((total - slow) / one.steady_steps)}) from pinned memory, "
-        f"{significant(len(pageable) / one.steady_steps)} ({size(slow / one.steady_steps)}) from pageable memory"
+        f"per step {from_pinned} ({size((all_bytes - pageable_bytes) / steps)}) from pinned memory, "
+        f"{from_pageable} ({size(pageable_bytes / steps)}) from pageable memory"
     )
     seen = Evidence(text, one.where(named[0]))
     # without sizes the number of copies decides
-    is_slow = 2 * slow > total if total else 2 * len(pageable) > len(named)
+    is_slow = 2 * len(pageable) > len(named)
+    if all_bytes:
+        is_slow = 2 * pageable_bytes > all_bytes
     if is_slow:
         remedy = "pin host memory (DataLoader(pin_memory=True)) and copy with non_blocking=True"
         return saw_wrong(remedy, seen, code="unpinned-copies")
@@ -271,13 +327,15 @@ def _look_without_gpu(one: RankFacts) -> Observation:
 
 
 def pageable_rows(one: RankFacts) -> Integers:
-    """Copies from pageable host memory in steady steps."""
+    """Rows of the copies from pageable host memory, in steady steps."""
     return one.rows_named(PAGEABLE.search, Kind.MEMCPY)
 
 
 def is_batch_copy(site: SyncSite) -> bool:
-    """Does the host wait there for a copy from pageable memory? To be asked only where the trace has such copies."""
-    return site.operator in COPIES and ("ageable" in site.call or site.phase in TO_DEVICE)
+    """Whether the host waits there for a copy from pageable memory. Only meant for a trace that has such copies."""
+    if site.operator not in COPIES:
+        return False
+    return "ageable" in site.call or site.phase in TO_DEVICE
 
 
 SMALL_BYTES = 64 * 2**10  # about 2.6 us at 25 GB/s of PCIe 4.0 x16: less than the call takes
@@ -309,22 +367,32 @@ def find_small_copies(facts: Facts, one: RankFacts) -> Finding | Observation:
     if not len(copies):
         steady = counted(one.steady_steps, "steady step")
         return could_not_look(Evidence(f"no copy from the host in {steady}", one.where()))
-    rows = copies[num_bytes[copies] <= SMALL_BYTES]
-    seen = (
-        f"per step {counted(one.per_step(copies), 'transfer')} between host and device, "
-        f"{significant(one.per_step(rows))} "
-        f"of at most {size(SMALL_BYTES)}; {MAX_SMALL_COPIES} would be many"
-    )
+    small = copies[num_bytes[copies] <= SMALL_BYTES]
+    transfers = counted(one.per_step(copies), "transfer")
+    of_these = f"{significant(one.per_step(small))} of at most {size(SMALL_BYTES)}"
+    seen = f"per step {transfers} between host and device, {of_these}; {MAX_SMALL_COPIES} would be many"
     look = saw(Evidence(seen, one.where(copies[0])))
-    if one.per_step(rows) < MAX_SMALL_COPIES:
+    if one.per_step(small) < MAX_SMALL_COPIES:
         return look
-    calls = one.trace.launch_of[rows]
-    cost, median = one.per_step_ms(calls[calls >= 0]), size(float(np.median(num_bytes[rows])))
-    text = f"{one.per_step(rows):,.0f} copies per step, the median one of {median}; their calls take the host"
-    text += f" {one.of_step(cost)}"
+    calls = one.trace.launch_of[small]
+    cost = one.per_step_ms(calls[calls >= 0])
+    median_bytes = float(np.median(num_bytes[small]))
+    text = (
+        f"{one.per_step(small):,.0f} copies per step, the median one of {size(median_bytes)}; "
+        f"their calls take the host {one.of_step(cost)}"
+    )
     advice = "copy one tensor per batch and split it on the device; fetch values together and seldom"
     flags = ("--log-interval 100",)
-    found = find_lost_time(one, cost, text, advice, row=rows[0], flags=flags, certain=False, cheap=True)
+    found = find_lost_time(
+        one,
+        cost,
+        text,
+        advice,
+        row=small[0],
+        flags=flags,
+        certain=False,
+        cheap=True,
+    )
     return tell_more(found, look)
 
 
@@ -347,25 +415,27 @@ def find_exposed_copies(facts: Facts, one: RankFacts) -> Finding | Observation:
     Flags: none here: this trainer copies batches on a side stream by itself.
     False alarm: copies within the device at a step's end, if they are part of the algorithm.
     """
-    rows = np.setdiff1d(one.rows_named(lambda name: True, Kind.MEMCPY, Kind.MEMSET), pageable_rows(one))
+    copies = one.rows_named(lambda name: True, Kind.MEMCPY, Kind.MEMSET)
+    rows = np.setdiff1d(copies, pageable_rows(one))
     names = one.trace.events.name[rows]
     groups = [rows[names == name] for name in np.unique(names)]
     groups.sort(key=lambda group: -one.per_step_ms(group))
     shown = []
     for group in groups[:MAX_SHOWN]:
+        first = group[0]
         times = f"{significant(one.per_step(group))} per step, {in_ms(one.per_step_ms(group))}"
-        shown.append(Evidence(f"{one.trace.name_of(group[0])}: {times}", one.where(group[0])))
+        shown.append(Evidence(f"{one.trace.name_of(first)}: {times}", one.where(first)))
     cost = one.exposed_ms(rows)
     text = f"the device only copies for {one.of_step(cost)}"
-    first = one.trace.name_of(groups[0][0]) if groups else ""
-    return find_lost_time(one, cost, text, _advise_copies(one, first), *shown)
+    most = one.trace.name_of(groups[0][0]) if groups else ""
+    return find_lost_time(one, cost, text, _advise_copies(one, most), *shown)
 
 
 DATA_PARALLEL = "DataParallel.forward"  # the range that torch.nn.DataParallel writes
 
 
 def _advise_copies(one: RankFacts, name: str) -> str:
-    """What to do about the copies that take most, by where they go. name: of the copies."""
+    """Choose what to do about the copies that take most, by where they go. name: that of the copies."""
     if BETWEEN_GPUS.search(name):
         if DATA_PARALLEL in one.trace.names:
             return (

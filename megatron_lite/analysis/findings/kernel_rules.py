@@ -1,5 +1,6 @@
 """Operators that compute or move more than they need."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from megatron_lite.analysis.findings.base import (
     tell_more,
 )
 from megatron_lite.analysis.findings.update_rules import OPTIMIZER_PHASE, find_unfused_optimizer
+from megatron_lite.analysis.intervals import Integers
 from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.analysis.rank_facts import RankFacts, in_ms
 from megatron_lite.analysis.run_facts import Facts
@@ -46,28 +48,59 @@ def find_attention_scores(facts: Facts, one: RankFacts) -> Finding | Observation
     """
     if not one.trace.with_shapes:
         return could_not_look(record=Recording.SHAPES)
-    events, shapes = one.trace.events, one.trace.shapes
-    softmax = one.rows_named(lambda name: "softmax" in name and "log_softmax" not in name, Kind.OP)
-    found = (find_score_tensors(shapes[index].dims) for index in np.unique(events.shapes[softmax]) if index >= 0)
-    least = MIN_TOKENS if one.time.on_gpu else MIN_TOKENS_ON_CPU
-    lengths = {length for length in set().union(*found) if length >= least}
-    on_scores = np.array([bool(find_score_tensors(shape.dims) & lengths) for shape in shapes] + [False])
-    rows = one.work_rows()
-    operators = one.placing.operator[rows] if one.time.on_gpu else rows
-    rows = rows[on_scores[np.where(operators >= 0, events.shapes[np.maximum(operators, 0)], -1)]]
+    lengths = _find_score_lengths(one)
+    rows = _find_work_on_scores(one, lengths)
     if not len(rows):
         return saw_nothing(one, "no operator reads the scores of attention")
     cost = one.covered_ms(rows)
-    text = f"operators on {' and '.join(f'{t} x {t}' for t in sorted(lengths))} scores take {one.of_step(cost)}"
-    advice = "fused attention: --attention-backend auto"
-    flags = ("--attention-backend auto",)
-    return find_lost_time(one, cost, text, advice, row=int(rows[0]), flags=flags, certain=one.time.on_gpu)
+    sizes = " and ".join(f"{length} x {length}" for length in sorted(lengths))
+    text = f"operators on {sizes} scores take {one.of_step(cost)}"
+    flag = "--attention-backend auto"
+    advice = f"fused attention: {flag}"
+    return find_lost_time(
+        one,
+        cost,
+        text,
+        advice,
+        row=int(rows[0]),
+        flags=(flag,),
+        certain=one.time.on_gpu,
+    )
+
+
+def _find_score_lengths(one: RankFacts) -> set[int]:
+    """Find the T of tensors [..., T, T] that a softmax reads, where T is long enough to matter."""
+    shapes = one.trace.shapes
+    softmax = one.rows_named(lambda name: "softmax" in name and "log_softmax" not in name, Kind.OP)
+    lengths = set()
+    for index in np.unique(one.trace.events.shapes[softmax]):
+        if index >= 0:
+            lengths |= find_score_tensors(shapes[index].dims)
+    least = MIN_TOKENS if one.time.on_gpu else MIN_TOKENS_ON_CPU
+    return {length for length in lengths if length >= least}
+
+
+def _find_work_on_scores(one: RankFacts, lengths: set[int]) -> Integers:
+    """Find device work (without a GPU: operators) whose operator reads a tensor [..., T, T], T one of `lengths`."""
+    is_on_scores = [bool(find_score_tensors(shape.dims) & lengths) for shape in one.trace.shapes]
+    of_unknown_shape = [False]
+    on_scores = np.array(is_on_scores + of_unknown_shape)
+    rows = one.work_rows()
+    operators = one.placing.operator[rows] if one.time.on_gpu else rows
+    shapes = one.trace.events.shapes[np.maximum(operators, 0)]
+    shapes = np.where(operators >= 0, shapes, -1)
+    found: Integers = rows[on_scores[shapes]]
+    return found
 
 
 def find_score_tensors(dims: tuple[Any, ...]) -> set[int]:
-    """T of every argument [..., T, T] with batch or heads in front."""
-    flat = [arg for arg in dims if len(arg) >= 3 and all(isinstance(size, int) for size in arg)]
-    return {arg[-1] for arg in flat if arg[-1] == arg[-2]}
+    """Find T of every argument [..., T, T] with batch or heads in front."""
+    lengths = set()
+    for arg in dims:
+        is_tensor = all(isinstance(size, int) for size in arg)
+        if is_tensor and len(arg) >= 3 and arg[-1] == arg[-2]:
+            lengths.add(arg[-1])
+    return lengths
 
 
 MATH = "aten::_scaled_dot_product_attention_math"
@@ -87,16 +120,25 @@ def find_attention_dropout(facts: Facts, one: RankFacts) -> Finding | Observatio
     False alarm: short sequences, where the formula may be the faster one.
     """
     dropout = facts.settings.attention_dropout
-    rows = one.rows_named(MATH.__eq__, Kind.OP)
     if dropout is None:
         return could_not_look(record=Recording.RUN_FOLDER)
+    rows = one.rows_named(MATH.__eq__, Kind.OP)
     if one.time.on_gpu or not dropout or not len(rows):
         return saw_nothing(one, "no attention that dropout keeps from its fused kernel")
     cost = one.covered_ms(rows)
-    calls = f"{counted(round(one.per_step(rows)), 'unfused call')}, forward alone {one.of_step(cost)}"
-    text = f"--attention-dropout {dropout:g}: {calls}"
-    advice = "train without dropout inside attention: --attention-dropout 0"
-    return find_lost_time(one, cost, text, advice, row=rows[0], flags=("--attention-dropout 0",), certain=False)
+    number = counted(round(one.per_step(rows)), "unfused call")
+    text = f"--attention-dropout {dropout:g}: {number}, forward alone {one.of_step(cost)}"
+    flag = "--attention-dropout 0"
+    advice = f"train without dropout inside attention: {flag}"
+    return find_lost_time(
+        one,
+        cost,
+        text,
+        advice,
+        row=rows[0],
+        flags=(flag,),
+        certain=False,
+    )
 
 
 ORDERED = ("aten::contiguous", "aten::reshape", "aten::_reshape_copy")
@@ -117,27 +159,46 @@ def find_layout_copies(facts: Facts, one: RankFacts) -> Finding | Observation:
     Flags: --pytorch-profiler-collect-shapes names the sizes, --pytorch-profiler-collect-callstack the lines.
     False alarm: a kernel that takes contiguous tensors only.
     """
-    rows = one.rows_named(ORDERED.__contains__, Kind.OP)
-    copies = one.rows_named("aten::copy_".__eq__, Kind.OP)
-    nest, events = one.trace.nest(rows), one.trace.events
-    around = nest.position_at(events.start_ns[copies], events.thread[copies])
-    rows = nest.row_of(np.unique(around[around >= 0]))
-    cost = one.covered_ms(one.work_under(rows))
-    groups: dict[str, list[int]] = {}
-    for row in rows.tolist():
-        index = int(events.shapes[row])
-        dims = one.trace.shapes[index].dims[:1] if index >= 0 else ()
-        groups.setdefault(" ".join([one.trace.name_of(row), *map(str, map(list, dims))]), []).append(row)
-    times = {name: one.covered_ms(one.work_under(np.array(group))) for name, group in groups.items()}
-    shown = []
-    for name in sorted(times, key=lambda name: -times[name])[:MAX_SHOWN]:
-        number = counted(one.per_step(np.array(groups[name])), "time")
-        shown.append(Evidence(f"{name}: {in_ms(times[name])}, {number} per step", one.where(groups[name][0])))
-    text = f"{counted(one.per_step(rows), 'copy')} into another layout per step: {one.of_step(cost)}"
-    advice = "leave .contiguous() out where the next operator takes strides, and keep one layout from the start"
+    rows = _find_layout_operators(one)
     if not len(rows):
         return saw_nothing(one, "no copy into another layout")
+    groups = _group_by_size(one, rows)
+    times_ms = {}
+    for name, group in groups.items():
+        times_ms[name] = one.covered_ms(one.work_under(group))
+    shown = []
+    for name in sorted(times_ms, key=lambda name: -times_ms[name])[:MAX_SHOWN]:
+        group = groups[name]
+        number = counted(one.per_step(group), "time")
+        told = f"{name}: {in_ms(times_ms[name])}, {number} per step"
+        shown.append(Evidence(told, one.where(int(group[0]))))
+    cost = one.covered_ms(one.work_under(rows))
+    text = f"{counted(one.per_step(rows), 'copy')} into another layout per step: {one.of_step(cost)}"
+    advice = "leave .contiguous() out where the next operator takes strides, and keep one layout from the start"
     return find_lost_time(one, cost, text, advice, *shown, certain=False)
+
+
+def _find_layout_operators(one: RankFacts) -> Integers:
+    """Find the operators that change a layout and copy for it."""
+    events = one.trace.events
+    copies = one.rows_named("aten::copy_".__eq__, Kind.OP)
+    nest = one.trace.nest(one.rows_named(ORDERED.__contains__, Kind.OP))
+    around = nest.position_at(events.start_ns[copies], events.thread[copies])
+    return nest.row_of(np.unique(around[around >= 0]))
+
+
+def _group_by_size(one: RankFacts, rows: Integers) -> dict[str, Integers]:
+    """Group operators by name and size of their first argument, as in "aten::contiguous [64, 128]"."""
+    groups: dict[str, list[int]] = {}
+    for row in rows.tolist():
+        name = one.trace.name_of(row)
+        index = int(one.trace.events.shapes[row])
+        if index >= 0:
+            first_argument = one.trace.shapes[index].dims[:1]
+            sizes = [str(list(dims)) for dims in first_argument]
+            name = " ".join([name, *sizes])
+        groups.setdefault(name, []).append(row)
+    return {name: np.array(group) for name, group in groups.items()}
 
 
 MAX_COPY_SHARE = 0.10  # of the step: a transformer with fused kernels and 16-bit weights stays at a few percent
@@ -162,30 +223,63 @@ def find_copy_share(facts: Facts, one: RankFacts) -> Finding | Observation:
     False alarm: fp32 gradients of 16-bit weights, which are cast by design; without a GPU, copies in backward and in
         the optimizer's step are not counted for that reason.
     """
-    kernels = [row for row in one.kernels.rows if row.role is Role.CAST_COPY]
-    rows = [(row.ms, f"{row.short} under {row.operator or 'no operator'}", row.phase, row.per_step) for row in kernels]
-    operators = [row for row in one.kernels.operators if row.role is Role.CAST_COPY and row.phase not in BY_DESIGN]
-    on_host = [(row.self_ms, row.name, row.phase, row.per_step) for row in operators]
-    cost = one.kernels.roles.get(Role.CAST_COPY, 0.0) if one.time.on_gpu else sum(row[0] for row in on_host)
-    shown = (
-        Evidence(f"{name}: {in_ms(ms)}, {significant(number)} per step", phase)
-        for ms, name, phase, number in sorted(rows or on_host, reverse=True)[:MAX_SHOWN]
-    )
-    text = f"copies and casts take {one.of_step(cost)}"
+    copies = _list_copies(one)
+    cost = sum(copy.ms for copy in copies)
+    if one.time.on_gpu:
+        cost = one.kernels.roles.get(Role.CAST_COPY, 0.0)
     limit = MAX_COPY_SHARE if one.time.on_gpu else MAX_COPY_SHARE_ON_CPU
     look = could_not_look()
     if _has_work(one):
         what = "copying, casting and reordering tensors"
         if not one.time.on_gpu:
             what += " outside backward and the optimizer's step"
-        look = saw(Evidence(f"{what}: {one.of_step(cost)}; {limit:.0%} would be much", one.where()))
+        told = f"{what}: {one.of_step(cost)}; {limit:.0%} would be much"
+        look = saw(Evidence(told, one.where()))
     layout = find_layout_copies(facts)
     if layout is not None and (layout.cost_ms or 0.0) > MOST * cost:
         return look  # layout-copies says which ones
+    shown = []
+    for copy in copies[:MAX_SHOWN]:
+        text = f"{copy.name}: {in_ms(copy.ms)}, {significant(copy.per_step)} per step"
+        shown.append(Evidence(text, copy.phase))
+    text = f"copies and casts take {one.of_step(cost)}"
     advice = "16-bit weights instead of autocast, one layout from the start, torch.compile to fold casts away"
     flags = ("--torch-compile",)
-    found = find_lost_time(one, cost, text, advice, *shown, flags=flags, certain=False, at_least=limit)
+    found = find_lost_time(
+        one,
+        cost,
+        text,
+        advice,
+        *shown,
+        flags=flags,
+        certain=False,
+        at_least=limit,
+    )
     return tell_more(found, look)
+
+
+@dataclass(frozen=True, order=True)
+class Copies:
+    """Copies and casts of one name in one phase."""
+
+    ms: float  # per step
+    name: str
+    phase: str
+    per_step: float
+
+
+def _list_copies(one: RankFacts) -> list[Copies]:
+    """List copies and casts, longest first: kernels by their operators, or without a GPU operators."""
+    copies = []
+    for kernel in one.kernels.rows:
+        if kernel.role is Role.CAST_COPY:
+            name = f"{kernel.short} under {kernel.operator or 'no operator'}"
+            copies.append(Copies(kernel.ms, name, kernel.phase, kernel.per_step))
+    if not copies:
+        for row in one.kernels.operators:
+            if row.role is Role.CAST_COPY and row.phase not in BY_DESIGN:
+                copies.append(Copies(row.self_ms, row.name, row.phase, row.per_step))
+    return sorted(copies, reverse=True)
 
 
 def _has_work(one: RankFacts) -> bool:
@@ -221,14 +315,22 @@ def find_unfused_elementwise(facts: Facts, one: RankFacts) -> Finding | Observat
         of_update = [row for row in rows if OPTIMIZER_PHASE.match(row.phase)]
         cost -= sum(row.ms for row in of_update)
         rows = [row for row in rows if row not in of_update]
-    text = f"{counted(round(sum(row.per_step for row in rows)), 'elementwise kernel')} per step: {one.of_step(cost)}"
-    advice = "compile the layers, so that chains of elementwise operators become one kernel"
-    shown = (
-        Evidence(f"{row.short}: {in_ms(row.ms)}, {significant(row.per_step)} per step", row.phase)
-        for row in rows[:MAX_SHOWN]
+    kernels = counted(round(sum(row.per_step for row in rows)), "elementwise kernel")
+    text = f"{kernels} per step: {one.of_step(cost)}"
+    shown = []
+    for row in rows[:MAX_SHOWN]:
+        times = f"{in_ms(row.ms)}, {significant(row.per_step)} per step"
+        shown.append(Evidence(f"{row.short}: {times}", row.phase))
+    found = find_lost_time(
+        one,
+        cost,
+        text,
+        "compile the layers, so that chains of elementwise operators become one kernel",
+        *shown,
+        flags=("--torch-compile",),
+        certain=False,
+        at_least=MAX_ELEMENTWISE_SHARE,
     )
-    flags, limit = ("--torch-compile",), MAX_ELEMENTWISE_SHARE
-    found = find_lost_time(one, cost, text, advice, *shown, flags=flags, certain=False, at_least=limit)
     return tell_more(found, look)
 
 

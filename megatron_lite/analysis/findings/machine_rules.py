@@ -2,7 +2,8 @@
 
 import math
 import re
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from megatron_lite.analysis.findings.base import (
     Finding,
     Observation,
     Recording,
+    Remedy,
     build_time_finding,
     could_not_look,
     rule,
@@ -21,7 +23,7 @@ from megatron_lite.analysis.findings.base import (
 )
 from megatron_lite.analysis.intervals import Integers
 from megatron_lite.analysis.rank_facts import MIN_SHARE_SHOWN, RankFacts, in_ms
-from megatron_lite.analysis.run.cores import is_set_apart, measure_core_use, measure_slowdown
+from megatron_lite.analysis.run.cores import Slowdown, is_set_apart, measure_core_use, measure_slowdown
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.trace.columns import Kind
@@ -33,15 +35,13 @@ from megatron_lite.variables import THREADS, fitting_threads
 
 MIN_COMPILING_STEPS = 2  # a single one may be a variant that was due
 MAX_STEPS_SHOWN = 6
-
-
 SEARCH = "search of the fastest algorithm"  # of host_causes.tsv
 MOSTLY_SEARCH = 0.5  # of the time of compiling, that is such a search
 
 
 @rule("recompilation", "recompilation in the middle of training", "run")
 def find_recompilation(facts: Facts) -> Finding | Observation:
-    """torch.compile recompiles again and again.
+    """The model is recompiled again and again.
 
     Meaning: compiled code holds for the shapes, types and values it was made for. When they change, the guard fails and
         the code is compiled anew: seconds in which nothing is computed. Past a limit torch gives up and runs eagerly.
@@ -56,49 +56,68 @@ def find_recompilation(facts: Facts) -> Finding | Observation:
         Where cuDNN searches for its fastest algorithm again (torch.backends.cudnn.benchmark), the finding says so.
     False alarm: a second variant for evaluation, and one per distinct layer, at the beginning.
     """
-    run, one = facts.run, facts.critical
-    found: tuple[float, Evidence, int | None] | None = measure_recompilation(run)
+    found = measure_recompilation(facts.run)
+    one = facts.critical
     if found is None and one is not None:
         works = [work for work in one.time.named if work.cause == "compile" and not work.once]
         cost = sum(work.step_ms for work in works)
         search_ms = sum(work.step_ms for work in works if work.what == SEARCH)
-        if search_ms > MOSTLY_SEARCH * cost and one.share(cost) >= MIN_SHARE_SHOWN:
+        is_notable = one.share(cost) >= MIN_SHARE_SHOWN
+        if is_notable and search_ms > MOSTLY_SEARCH * cost:
             return _find_searches(one, cost)
-        if works and one.share(cost) >= MIN_SHARE_SHOWN:
+        if is_notable and works:
             what = ", ".join(work.what for work in works)
-            found = cost, Evidence(f"compiling ({what}) takes {one.of_step(cost)}", one.where()), one.time.rank
+            seen = Evidence(f"compiling ({what}) takes {one.of_step(cost)}", one.where())
+            found = Recompilation(cost, seen, one.time.rank)
     if found is None:
         return _look_at_compiling(facts)
-    cost, seen, rank = found
     advice = "start with TORCH_LOGS=recompiles to see which guard fails, and keep shapes and Python values constant"
-    return build_time_finding(cost, [seen], advice, ("TORCH_LOGS=recompiles",), rank=rank)
+    return build_time_finding(found.cost_ms, [found.seen], advice, ("TORCH_LOGS=recompiles",), rank=found.rank)
 
 
 def _find_searches(one: RankFacts, cost_ms: float) -> Finding:
-    """cuDNN or MIOpen try their algorithms again in each step: nothing is compiled, and no guard fails."""
+    """Build the finding of libraries (cuDNN, MIOpen) that try their algorithms again in each step.
+
+    Nothing is compiled then, and no guard fails.
+    """
     text = f"the {SEARCH} (cuDNN, MIOpen) takes {one.of_step(cost_ms)}"
-    advice = (
-        "keep the shapes of convolutions' inputs constant, or set torch.backends.cudnn.benchmark = False: "
-        "each new shape is searched for anew"
+    return Finding(
+        title="searching for the fastest algorithm again and again",
+        cost_ms=cost_ms,
+        gain_ms=cost_ms,
+        evidence=(Evidence(text, one.where()),),
+        advice=(
+            "keep the shapes of convolutions' inputs constant, or set torch.backends.cudnn.benchmark = False: "
+            "each new shape is searched for anew"
+        ),
+        certain=False,
+        rank=one.time.rank,
     )
-    found = build_time_finding(cost_ms, [Evidence(text, one.where())], advice, (), certain=False, rank=one.time.rank)
-    return replace(found, title="searching for the fastest algorithm again and again")
 
 
 def _look_at_compiling(facts: Facts) -> Observation:
     """Tell how many steps compiled something after the first, by the run or within a trace."""
-    run, one = facts.run, facts.critical
+    run = facts.run
     if run is not None and run.steps:
         number = int((run.compiling & ~run.evaluating)[1:].sum())
         text = f"{number:,} of {run.steps:,} steps compiled something after the first one"
         return saw(Evidence(text, STEPS_FILE))
-    if one is not None:
-        return saw_nothing(one, "hardly anything is compiled")
+    if facts.critical is not None:
+        return saw_nothing(facts.critical, "hardly anything is compiled")
     return could_not_look(record=Recording.RUN_FOLDER)
 
 
-def measure_recompilation(run: Run | None) -> tuple[float, Evidence, None] | None:
-    """(cost, evidence, no rank) of steps that compile after the first; None where a run's steps do not tell of any."""
+@dataclass(frozen=True)
+class Recompilation:
+    """Compilation in the middle of training."""
+
+    cost_ms: float  # per step
+    seen: Evidence
+    rank: int | None = None  # whose trace shows it; None where the run's steps do
+
+
+def measure_recompilation(run: Run | None) -> Recompilation | None:
+    """Measure the steps that compile after the first; None where a run's steps do not tell of any."""
     if run is None:
         return None
     late = np.flatnonzero(run.compiling & ~run.evaluating)
@@ -108,17 +127,17 @@ def measure_recompilation(run: Run | None) -> tuple[float, Evidence, None] | Non
     steady_ms = run.steady_step_ms
     if not steady_ms:  # all steps compile: what they take besides
         steady_ms = float(np.median(run.training_ms[late] - run.compile_ms[late]))
-    cost = math.fsum(np.maximum(run.training_ms[late] - steady_ms, 0.0)) / run.steps
-    if not cost >= MIN_SHARE_SHOWN * steady_ms:
+    cost_ms = math.fsum(np.maximum(run.training_ms[late] - steady_ms, 0.0)) / run.steps
+    if not cost_ms >= MIN_SHARE_SHOWN * steady_ms:
         return None
     shown = ", ".join(str(run.iterations[at]) for at in late[:MAX_STEPS_SHOWN])
-    shown += ", ..." if len(late) > MAX_STEPS_SHOWN else ""
+    if len(late) > MAX_STEPS_SHOWN:
+        shown += ", ..."
     text = (
-        f"{len(late):,} of {run.steps:,} steps compiled something, "
-        f"after the first one (iterations {shown}); spread over "
-        f"all steps {in_ms(cost)} each, beside {in_ms(steady_ms)} without compiling"
+        f"{len(late):,} of {run.steps:,} steps compiled something, after the first one (iterations {shown}); "
+        f"spread over all steps {in_ms(cost_ms)} each, beside {in_ms(steady_ms)} without compiling"
     )
-    return cost, Evidence(text, "steps.jsonl"), None
+    return Recompilation(cost_ms, Evidence(text, STEPS_FILE))
 
 
 REGION = re.compile(r"Torch-Compiled Region: (\d+)/\d+")
@@ -129,7 +148,7 @@ FEW = 3  # different regions: here a layer and the loss' two pieces; elsewhere f
 
 @rule("graph-breaks", "compiled graphs cut into pieces", "kernels", "operators", needs="trace")
 def find_graph_breaks(facts: Facts, one: RankFacts) -> Finding | Observation:
-    """torch.compile cut the model into pieces.
+    """Graphs of torch.compile are cut into pieces.
 
     Meaning: where the compiler meets Python that it cannot follow (print, .item(), a branch on a tensor's value, an
         unknown extension) it ends the graph, lets Python run that line, and begins another graph. Nothing is fused
@@ -145,31 +164,56 @@ def find_graph_breaks(facts: Facts, one: RankFacts) -> Finding | Observation:
     """
     resumed = one.rows_named(RESUME.search, Kind.PYTHON, Kind.OP, Kind.ANNOTATION)
     if len(resumed):
-        breaks = dict.fromkeys(found.groups() for name in _names(one, resumed) if (found := RESUME.search(name)))
-        first = list(breaks)[:MAX_BREAKS_SHOWN]
-        told = [f"the graph of {function} breaks before line {line}" for function, line in first]
+        told = _describe_breaks(one, resumed)
         place = one.where(resumed[0])
     else:
         regions = one.rows_named(REGION.match, Kind.OP, Kind.ANNOTATION)
-        number = len({found[1] for name in _names(one, regions) if (found := REGION.match(name))})
+        number = _count_regions(one, regions)
         if number <= FEW:
             return saw_nothing(one, f"{counted(number, 'compiled function')}")
         told = [f"{number} different functions were compiled, {one.per_step(regions):,.0f} regions run per step"]
         place = one.where(regions[0])
-    seen = tuple(Evidence(text, place) for text in told)
-    advice = "start with TORCH_LOGS=graph_breaks to see the lines that break the graph"
-    certain, flags = bool(len(resumed)), ("TORCH_LOGS=graph_breaks",)
-    return Finding(evidence=seen, advice=advice, flags=flags, certain=certain, rank=one.time.rank)
+    return Finding(
+        evidence=tuple(Evidence(text, place) for text in told),
+        advice="start with TORCH_LOGS=graph_breaks to see the lines that break the graph",
+        flags=("TORCH_LOGS=graph_breaks",),
+        certain=bool(len(resumed)),
+        rank=one.time.rank,
+    )
 
 
-def _names(one: RankFacts, rows: Integers) -> list[str]:
-    """The distinct ones."""
+def _describe_breaks(one: RankFacts, resumed: Integers) -> list[str]:
+    """Name the lines that break graphs. resumed: rows of frames that exist only behind a break."""
+    matches = [RESUME.search(name) for name in _list_names(one, resumed)]
+    breaks = dict.fromkeys(found.groups() for found in matches if found)
+    first = list(breaks)[:MAX_BREAKS_SHOWN]
+    return [f"the graph of {function} breaks before line {line}" for function, line in first]
+
+
+def _count_regions(one: RankFacts, rows: Integers) -> int:
+    """Count the different compiled functions whose ranges stand in these rows."""
+    numbers = set()
+    for name in _list_names(one, rows):
+        found = REGION.match(name)
+        if found:
+            numbers.add(found[1])
+    return len(numbers)
+
+
+def _list_names(one: RankFacts, rows: Integers) -> list[str]:
+    """List the names of these events, each of them once."""
     return [one.trace.names[index] for index in np.unique(one.trace.events.name[rows])]
 
 
 MAX_START_SHARE = 0.20  # of the run's time
 MIN_MS = 10_000.0  # less nobody waits for
 MIN_RUN_STEPS = 30  # a shorter run is a trial
+WITHOUT_FIRST_STEP = Remedy("exclude the first steps from comparisons; in a longer run they do not matter")
+WITHOUT_COMPILING = Remedy(
+    "compiling does not pay in so short a run: --torch-compile none, or keep its cache where the next run "
+    "finds it (TORCHINDUCTOR_CACHE_DIR)",
+    ("--torch-compile none", "TORCHINDUCTOR_CACHE_DIR"),
+)
 
 
 @rule("first-step", "long first step of a short run", "run", needs="run")
@@ -187,26 +231,23 @@ def find_first_step(facts: Facts, run: Run) -> Finding | Observation:
     """
     if not run.first_step_ms or not run.steady_step_ms or run.steps < MIN_RUN_STEPS:
         return could_not_look(record=Recording.LONGER_RUN)
-    extra = run.first_step_ms - run.steady_step_ms
-    total = math.fsum(run.step_ms)
-    if extra < max(MIN_MS, MAX_START_SHARE * total):
-        text = f"the first step took {in_ms(run.first_step_ms)}, typical ones {in_ms(run.steady_step_ms)}"
+    extra_ms = run.first_step_ms - run.steady_step_ms
+    total_ms = math.fsum(run.step_ms)
+    text = f"the first step took {in_ms(run.first_step_ms)}, typical ones {in_ms(run.steady_step_ms)}"
+    if extra_ms < max(MIN_MS, MAX_START_SHARE * total_ms):
         return saw(Evidence(text, STEPS_FILE))
+    text += f": {extra_ms / total_ms:.0%} of {run.steps:,} steps"
     compiling_ms = run.compile_ms[0]
-    text = (
-        f"the first step took {in_ms(run.first_step_ms)}, typical ones {in_ms(run.steady_step_ms)}: "
-        f"{extra / total:.0%} of {run.steps:,} steps"
-        + (f", {in_ms(compiling_ms)} of the first for compiling" if compiling_ms > 0 else "")
+    if compiling_ms > 0:
+        text += f", {in_ms(compiling_ms)} of the first for compiling"
+    remedy = WITHOUT_COMPILING if facts.compiles else WITHOUT_FIRST_STEP
+    return build_time_finding(
+        extra_ms / run.steps,
+        [Evidence(text, STEPS_FILE)],
+        remedy.advice,
+        remedy.flags,
+        certain=bool(facts.compiles),
     )
-    compiled, advice = facts.compiles, "exclude the first steps from comparisons; in a longer run they do not matter"
-    flags: tuple[str, ...] = ()
-    if compiled:
-        flags = ("--torch-compile none", "TORCHINDUCTOR_CACHE_DIR")
-        advice = (
-            "compiling does not pay in so short a run: --torch-compile none, or keep its cache where the next run "
-            "finds it (TORCHINDUCTOR_CACHE_DIR)"
-        )
-    return build_time_finding(extra / run.steps, [Evidence(text, "steps.jsonl")], advice, flags, certain=bool(compiled))
 
 
 PROFILED_RUN = f"a run with typical steps before a profiled window: {Recording.RUN_FOLDER}"
@@ -238,37 +279,63 @@ def find_profiler_overhead(facts: Facts, run: Run) -> Finding | Observation:
     if found is None:
         return could_not_look(record=PROFILED_RUN)
     if found.profiled_ms <= MAX_SLOWDOWN * found.before_ms:
-        times = found.profiled_ms / found.before_ms
-        return saw(Evidence(f"profiled steps take{run.on_rank} {times:.2f} x as long as those before it", STEPS_FILE))
-    shortage = facts.core_shortage
+        return saw(Evidence(_describe_slowdown(run, found), STEPS_FILE))
+    by_another = _look_for_other_cause(facts, found)
+    if by_another is not None:
+        return by_another
+    text = f"{_describe_slowdown(run, found)} (median {in_ms(found.profiled_ms)})"
+    if run.after_profile_ms is not None:
+        again = "again" if run.recovered else "still"
+        text += f"; those after them {again} {in_ms(run.after_profile_ms)}"
+    return Finding(
+        evidence=(Evidence(text, STEPS_FILE), Evidence(_describe_cpu_time(found), STEPS_FILE)),
+        advice=_advise_on_recording(facts),
+        certain=_is_profilers_own(facts, run, found),
+    )
+
+
+def _describe_slowdown(run: Run, found: Slowdown) -> str:
+    """Describe how many times as long profiled steps take."""
+    times = found.profiled_ms / found.before_ms
+    return f"profiled steps take{run.on_rank} {times:.2f} x as long as those before it"
+
+
+def _look_for_other_cause(facts: Facts, found: Slowdown) -> Observation | None:
+    """Say why profiled steps are longer for another reason than the profiler; None where it can be the profiler."""
     by_profiler_ms = found.by_profiler_ms
     if by_profiler_ms is None:
+        shortage = facts.core_shortage
         without_core = None if shortage is None else (shortage.rank, shortage.wait_ms)
-        if is_by_chance(found.lag_ms, without_core):
-            return told_by("busy-machine", WITHOUT_CPU_TIME)
-    elif by_profiler_ms <= (MAX_SLOWDOWN - 1) * found.before_ms:
-        text = f"recording explains {in_ms(by_profiler_ms)} of what profiled steps take longer, by their CPU time"
-        return saw(Evidence(text, STEPS_FILE))
-    text = (
-        f"profiled steps take{run.on_rank} {found.profiled_ms / found.before_ms:.2f} x as long as those before it "
-        f"(median {in_ms(found.profiled_ms)})"
-    )
-    if run.after_profile_ms is not None:
-        text += f"; those after them {'again' if run.recovered else 'still'} {in_ms(run.after_profile_ms)}"
-    told = [Evidence(text, "steps.jsonl")]
-    if found.profiled_cpu_ms is not None and found.before_cpu_ms is not None:
-        used = f"the process used {in_ms(found.profiled_cpu_ms)} of CPU time per profiled step"
-        told.append(Evidence(f"{used}, {in_ms(found.before_cpu_ms)} before", "steps.jsonl"))
-    else:
-        told.append(Evidence(WITHOUT_CPU_TIME, "steps.jsonl"))
+        return told_by("busy-machine", WITHOUT_CPU_TIME) if is_by_chance(found.lag_ms, without_core) else None
+    if by_profiler_ms > (MAX_SLOWDOWN - 1) * found.before_ms:
+        return None
+    text = f"recording explains {in_ms(by_profiler_ms)} of what profiled steps take longer, by their CPU time"
+    return saw(Evidence(text, STEPS_FILE))
+
+
+def _describe_cpu_time(found: Slowdown) -> str:
+    """Describe what the process used of the CPUs in profiled steps and before."""
+    if found.profiled_cpu_ms is None or found.before_cpu_ms is None:
+        return WITHOUT_CPU_TIME
+    used = f"the process used {in_ms(found.profiled_cpu_ms)} of CPU time per profiled step"
+    return f"{used}, {in_ms(found.before_cpu_ms)} before"
+
+
+def _advise_on_recording(facts: Facts) -> str:
+    """Advise what to rely on in a trace that recording has distorted, and what not to record next time."""
     on_cpu = facts.on_gpu is False
-    used_flags = _list_costly_flags(facts.settings, on_cpu)
+    used = _list_costly_flags(facts.settings, on_cpu)
     trust = "the unprofiled step time, not the trace" if on_cpu else "device times, not gaps"
-    without = f" without {', '.join(used_flags)}" if used_flags else " with larger batches"
-    advice = f"rely on {trust}; profile again{without}"
-    explained = by_profiler_ms is not None and by_profiler_ms >= BY_PROFILER * found.lag_ms
-    certain = explained and bool(run.recovered) and shortage is None and is_set_apart(run)
-    return Finding(evidence=tuple(told), advice=advice, certain=certain)
+    less = f"without {', '.join(used)}" if used else "with larger batches"
+    return f"rely on {trust}; profile again {less}"
+
+
+def _is_profilers_own(facts: Facts, run: Run, found: Slowdown) -> bool:
+    """Whether nothing but the profiler can have made its steps longer."""
+    by_profiler_ms = found.by_profiler_ms
+    if by_profiler_ms is None or by_profiler_ms < BY_PROFILER * found.lag_ms:
+        return False
+    return bool(run.recovered) and facts.core_shortage is None and is_set_apart(run)
 
 
 def _list_costly_flags(settings: Settings, on_cpu: bool) -> list[str]:
@@ -296,19 +363,22 @@ def find_too_many_threads(facts: Facts) -> Finding | Observation:
     Flags: OMP_NUM_THREADS=N before the command (torchrun sets 1 by itself with several ranks).
     False alarm: cores that the run does not see because others use them: then even fewer threads are right.
     """
-    threads, cpus = facts.hardware.threads, facts.hardware.cpus
+    threads = facts.hardware.threads
+    cores = facts.hardware.cpus
     ranks = facts.local_ranks
-    if facts.on_gpu is not False or not (threads and cpus and ranks):
+    if facts.on_gpu is not False or not threads or not cores or not ranks:
         return could_not_look(Evidence("no CPU run that says its threads and cores"), record=Recording.RUN_FOLDER)
-    fewer = fitting_threads(threads, ranks, cpus)
-    text = f"{counted(threads, 'thread')} x {counted(ranks, 'rank')} of this machine on {counted(cpus, 'core')}"
+    text = f"{counted(threads, 'thread')} x {counted(ranks, 'rank')} of this machine on {counted(cores, 'core')}"
     seen = Evidence(text, RUN_FILE)
+    fewer = fitting_threads(threads, ranks, cores)
     if fewer is None:
         return saw(seen)
-    advice = f"divide the cores: {THREADS}={fewer}"
-    advice += f", or torch.set_num_threads({fewer}) where the script sets it" if facts.is_foreign else ""
+    setting = f"{THREADS}={fewer}"
+    advice = f"divide the cores: {setting}"
+    if facts.is_foreign:
+        advice += f", or torch.set_num_threads({fewer}) where the script sets it"
     waited_ms = facts.core_shortage.wait_ms if facts.core_shortage else None
-    return build_time_finding(waited_ms, [seen], advice, (f"{THREADS}={fewer}",), certain=False)
+    return build_time_finding(waited_ms, [seen], advice, (setting,), certain=False)
 
 
 MAX_RANKS_SHOWN = 8  # ranks
@@ -329,37 +399,59 @@ def find_busy_machine(facts: Facts) -> Finding | Observation:
     Flags: OMP_NUM_THREADS times the ranks, plus --num-workers, at most the number of cores.
     False alarm: none of the wait; on a GPU it overlaps with compute as long as the device has work in its queue.
     """
-    found, run, told = facts.core_shortage, facts.run, []
+    found = facts.core_shortage
     if found is None:
         return _look_at_cores(facts)
-    ranks = run.ranks if run is not None else None
+    told = list(_describe_shortage(facts.run, found))
+    if facts.run is not None:
+        told += _describe_other_steps(facts.run, found)
+    remedy = _advise_on_cores(facts)
+    return build_time_finding(
+        found.wait_ms,
+        [Evidence(text, found.source or STEPS_FILE) for text in told],
+        remedy.advice,
+        remedy.flags,
+        certain=found.wait_ms is not None and not facts.on_gpu,
+        rank=found.rank,
+    )
+
+
+def _describe_shortage(run: Run | None, found: CoreShortage) -> Iterator[str]:
+    """Describe how long the rank waits for a core, and what it gets of CPU time."""
     kind = "profiled step" if found.kind == PROFILED else "step"
     step = f"a {kind} of {in_ms(found.step_ms)}"
     if found.wait_ms is not None:
         wait = f"rank {found.rank} waits for a CPU core for {in_ms(found.wait_ms)} of {step}"
-        if ranks is not None and ranks.core_wait_ms and found.kind == ORDINARY:
-            pairs = list(zip(ranks.core_wait_ms, ranks.step_ms))[:MAX_RANKS_SHOWN]
-            # NaN is no share
-            shares = ", ".join(f"{wait_ms / step_ms:.0%}" for wait_ms, step_ms in pairs if wait_ms >= 0)
-            wait += f"; ranks from 0 on: {shares}"
-        told.append(wait)
+        shares = _list_waiting_shares(run) if run is not None and found.kind == ORDINARY else ""
+        yield f"{wait}; ranks from 0 on: {shares}" if shares else wait
     if found.cpu_ms is not None:
         got = f"rank {found.rank} gets {in_ms(found.cpu_ms)} of CPU time in {step}"
         lost = found.switches
-        told.append(got if lost is None else f"{got}, and loses a core {counted(round(lost), 'time')}")
-    told += _describe_other_steps(run, found) if run is not None else []
-    advice = "stop other programs on these cores (top shows them), or give the run cores of its own, and measure again"
-    flags: tuple[str, ...] = ()
-    cpus, threads, local = facts.hardware.cpus, facts.hardware.threads, facts.local_ranks
-    if cpus and threads and local and local * threads > cpus:
-        flags = (f"{THREADS}={max(1, cpus // local)}",)
-        advice = (
-            f"start fewer threads ({flags[0]}): {counted(local, 'rank')} x {counted(threads, 'thread')} share "
-            f"{counted(cpus, 'core')}"
-        )
-    seen = (Evidence(text, found.source or "steps.jsonl") for text in told)
-    certain = found.wait_ms is not None and not facts.on_gpu
-    return build_time_finding(found.wait_ms, seen, advice, flags, certain=certain, rank=found.rank)
+        yield got if lost is None else f"{got}, and loses a core {counted(round(lost), 'time')}"
+
+
+def _list_waiting_shares(run: Run) -> str:
+    """List what share of its step each of the first ranks waits for a core; "" where it was not recorded."""
+    ranks = run.ranks
+    if ranks is None or not ranks.core_wait_ms:
+        return ""
+    pairs = list(zip(ranks.core_wait_ms, ranks.step_ms))[:MAX_RANKS_SHOWN]
+    # NaN is no share
+    return ", ".join(f"{wait_ms / step_ms:.0%}" for wait_ms, step_ms in pairs if wait_ms >= 0)
+
+
+def _advise_on_cores(facts: Facts) -> Remedy:
+    """Choose fewer threads where the run's own take more than its cores; else another machine, or fewer programs."""
+    cores = facts.hardware.cpus
+    threads = facts.hardware.threads
+    ranks = facts.local_ranks
+    if cores and threads and ranks and ranks * threads > cores:
+        flag = f"{THREADS}={max(1, cores // ranks)}"
+        counts = f"{counted(ranks, 'rank')} x {counted(threads, 'thread')} share {counted(cores, 'core')}"
+        return Remedy(f"start fewer threads ({flag}): {counts}", (flag,))
+    return Remedy(
+        "stop other programs on these cores (top shows them), or give the run cores of its own, and measure again"
+    )
 
 
 def _look_at_cores(facts: Facts) -> Observation:
@@ -372,13 +464,9 @@ def _look_at_cores(facts: Facts) -> Observation:
 
 
 def _describe_other_steps(run: Run, found: CoreShortage) -> list[str]:
-    """The same of the typical steps, where the profiled ones lack a core most; [] where it is not known."""
+    """Describe waits in typical steps, where the profiled ones lack a core most; [] where they are not known."""
     ordinary = measure_core_use(run, run.ordinary) if found.kind == PROFILED else None
     if ordinary is None or ordinary.wait_ms is None:
         return []
-    return [
-        (
-            f"outside the profiled window it waits for a CPU core for {in_ms(ordinary.wait_ms)} of "
-            f"{in_ms(ordinary.step_ms)}"
-        )
-    ]
+    wait = f"{in_ms(ordinary.wait_ms)} of {in_ms(ordinary.step_ms)}"
+    return [f"outside the profiled window it waits for a CPU core for {wait}"]

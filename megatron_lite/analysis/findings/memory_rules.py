@@ -1,7 +1,8 @@
-"""What holds memory, and what would free it."""
+"""Memory that is held, and what would free it."""
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from megatron_lite.analysis.findings.base import (
     Finding,
     Observation,
     Recording,
+    Remedy,
     build_time_finding,
     could_not_look,
     find_lost_memory,
@@ -21,7 +23,7 @@ from megatron_lite.analysis.findings.base import (
 )
 from megatron_lite.analysis.findings.needless_rules import find_recomputed
 from megatron_lite.analysis.findings.reserved_rules import EXPANDABLE_SEGMENTS, MIN_BYTES
-from megatron_lite.analysis.memory.memory_results import GROWS_WITH_BATCH, OUTSIDE, Snapshot
+from megatron_lite.analysis.memory.memory_results import GROWS_WITH_BATCH, OUTSIDE, OutOfMemory, Snapshot
 from megatron_lite.analysis.rank_facts import MATTERS, RankFacts, in_ms
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import TIGHT, Facts, measure_ordinary, sum_category
@@ -34,8 +36,10 @@ from megatron_lite.units import GIB, MIB, counted, size
 MIN_BYTES_PER_STEP = MIB  # in a snapshot: less takes thousands of steps to fill a gigabyte
 MIN_SNAPSHOT_STEPS = 3
 MAX_SHOWN = 3
-GROWTH_ADVICE = "keep numbers instead of tensors that hold their graph: .item() at the log interval, or .detach()"
-GROWTH_FLAGS = ("--record-memory-history",)
+KEEP_NUMBERS = Remedy(
+    "keep numbers instead of tensors that hold their graph: .item() at the log interval, or .detach()",
+    ("--record-memory-history",),
+)
 
 
 @rule("memory-growth", "memory that grows with every step", "memory", "run", record=Recording.SNAPSHOT)
@@ -54,20 +58,23 @@ def find_memory_growth(facts: Facts) -> Finding | Observation:
     found = _find_growth_in_snapshots(facts)
     if found is not None:
         return found
-    run = facts.run
-    measured = [(one, "the GPU's peak") for one in run.gpu_growths] if run else []
-    measured += [(one, "the process's memory") for one in run.growths] if run else []
+    measured = []
+    if facts.run is not None:
+        measured += [(one, "the GPU's peak") for one in facts.run.gpu_growths]
+        measured += [(one, "the process's memory") for one in facts.run.growths]
     if not measured:
         steady = tuple(_describe_steady_memory(facts))
         return saw(*steady) if steady else could_not_look()
     rise, what = max(measured, key=lambda pair: pair[0].bytes_per_step)
-    text = f"{what} grew by {size(rise.bytes_per_step)} per step, {size(rise.num_bytes)} in all, to {size(rise.at_end)}"
-    seen = Evidence(text, "steps.jsonl" if rise.rank is None else f"rank {rise.rank}, steps.jsonl")
+    per_step = f"{size(rise.bytes_per_step)} per step"
+    in_all = f"{size(rise.num_bytes)} in all, to {size(rise.at_end)}"
+    text = f"{what} grew by {per_step}, {in_all}"
+    where = STEPS_FILE if rise.rank is None else f"rank {rise.rank}, {STEPS_FILE}"
     return Finding(
         cost_bytes=rise.num_bytes,
-        evidence=(seen,),
-        advice=GROWTH_ADVICE,
-        flags=GROWTH_FLAGS,
+        evidence=(Evidence(text, where),),
+        advice=KEEP_NUMBERS.advice,
+        flags=KEEP_NUMBERS.flags,
         gain_bytes=rise.num_bytes,
         certain=False,
         rank=rise.rank,
@@ -78,16 +85,27 @@ def _find_growth_in_snapshots(facts: Facts) -> Finding | None:
     """Find the largest leak among blocks that outlive their step; None where it is too small to fill a memory."""
     grown = [(one.growth, one) for one in facts.snapshots if one.growth is not None]
     grown = [pair for pair in grown if pair[0].steps >= MIN_SNAPSHOT_STEPS]
-    leak, most = max(grown, key=lambda pair: pair[0].bytes_per_step, default=(None, None))
-    if leak and most and leak.bytes_per_step >= MIN_BYTES_PER_STEP:
-        total = int(leak.bytes_per_step * leak.steps)
-        text = f"{size(leak.bytes_per_step)} more after each of {leak.steps:,} steps"
-        sites = []
-        for site in leak.sites[:MAX_SHOWN]:
-            made = f"{site.category} made in {site.phase or 'an unknown phase'}"
-            sites.append(Evidence(f"{size(site.num_bytes)} per step of {made}", site.site))
-        return find_lost_memory(most, total, total, text, GROWTH_ADVICE, *sites, flags=GROWTH_FLAGS)
-    return None
+    if not grown:
+        return None
+    leak, most = max(grown, key=lambda pair: pair[0].bytes_per_step)
+    if leak.bytes_per_step < MIN_BYTES_PER_STEP:
+        return None
+    total_bytes = int(leak.bytes_per_step * leak.steps)
+    text = f"{size(leak.bytes_per_step)} more after each of {leak.steps:,} steps"
+    sites = []
+    for site in leak.sites[:MAX_SHOWN]:
+        phase = site.phase or "an unknown phase"
+        made = f"{site.category} made in {phase}"
+        sites.append(Evidence(f"{size(site.num_bytes)} per step of {made}", site.site))
+    return find_lost_memory(
+        most,
+        total_bytes,
+        total_bytes,
+        text,
+        KEEP_NUMBERS.advice,
+        *sites,
+        flags=KEEP_NUMBERS.flags,
+    )
 
 
 def _describe_steady_memory(facts: Facts) -> Iterator[Evidence]:
@@ -98,12 +116,15 @@ def _describe_steady_memory(facts: Facts) -> Iterator[Evidence]:
     run = facts.run
     if run is None:
         return
-    for what, values in (("GPU", run.peak_memory_bytes), ("process", run.host_memory_bytes)):
+    memories = {"GPU": run.peak_memory_bytes, "process": run.host_memory_bytes}
+    for what, values in memories.items():
         number = (~np.isnan(values[run.ordinary])).sum()
         if number >= MIN_GROWTH_STEPS:
             yield Evidence(f"memory of the {what} does not grow over {number} typical steps", STEPS_FILE)
 
 
+GROWING_SEGMENTS = Remedy(f"free memory lies in pieces: {EXPANDABLE_SEGMENTS}", (EXPANDABLE_SEGMENTS,))
+CONSTANT_SIZES = Remedy("free memory lies in pieces: keep batch and sequence length constant")
 REMEDIES = {
     "gathered parameters": "let the library give each layer back after its use (see gathered-parameters)",
     "KV cache": "fewer or shorter sequences at a time, or a smaller share of the memory for the cache",
@@ -127,53 +148,60 @@ def find_out_of_memory(facts: Facts, most: Snapshot) -> Finding | Observation:
     False alarm: a failure that the program caught and got around; the snapshot keeps it.
     """
     failures = [(one, one.oom) for one in facts.snapshots if one.oom is not None]
-    # one that the program got around comes last
-    failed, oom = min(failures, key=lambda pair: pair[1].went_on, default=(None, None))
-    if failed is None or oom is None:
+    if not failures:
         return saw(Evidence("no allocation failed", most.source))
+    # one that the program got around comes last
+    failed, oom = min(failures, key=lambda pair: pair[1].went_on)
+    held_bytes = oom.held_bytes or failed.peak_bytes
+    held = oom.held or failed.held
+    asked = f"{size(oom.requested_bytes)} were asked for"
     free = f"{size(max(oom.device_free_bytes, 0))} were free on {name_device(failed)}"
-    held_bytes, held_then = oom.held_bytes or failed.peak_bytes, oom.held or failed.held
-    held = [
-        Evidence(
-            f"{one.category}: {size(one.num_bytes)}, {one.num_bytes / max(held_bytes, 1):.0%} of what tensors held"
-        )
-        for one in held_then[:MAX_SHOWN]
-    ]
-    advice, flags = _advise_on_failure(held_then[0].category if held_then else "")
-    if oom.unused_bytes >= max(oom.requested_bytes, MIN_BYTES):
-        in_pieces = f"{size(oom.unused_bytes)} are reserved and lie free between tensors, in pieces that are too small"
-        held.insert(0, Evidence(in_pieces, failed.source))
-        advice, flags = f"free memory lies in pieces: {EXPANDABLE_SEGMENTS}", (EXPANDABLE_SEGMENTS,)
-        if failed.fragmentation.expandable:
-            advice, flags = "free memory lies in pieces: keep batch and sequence length constant", ()
-    asked = Evidence(f"{size(oom.requested_bytes)} were asked for, {free}", oom.site or failed.source)
-    if oom.unused_private_bytes >= MIN_BYTES:
-        out_of_reach = f"{size(oom.unused_private_bytes)} lie free in private pools, which this request cannot use"
-        held.insert(0, Evidence(out_of_reach, failed.source))
-    if oom.went_on:
-        held.insert(0, Evidence("the program went on: as many bytes were allocated afterwards", failed.source))
+    evidence = [Evidence(f"{asked}, {free}", oom.site or failed.source)]
+    evidence += [Evidence(text, failed.source) for text in _describe_unusable(oom)]
+    for one in held[:MAX_SHOWN]:
+        share = one.num_bytes / max(held_bytes, 1)
+        of_all = f"{share:.0%} of what tensors held"
+        evidence.append(Evidence(f"{one.category}: {size(one.num_bytes)}, {of_all}"))
+    remedy = _advise_on_category(held[0].category if held else "")
+    if _lies_in_pieces(oom):
+        remedy = CONSTANT_SIZES if failed.fragmentation.expandable else GROWING_SEGMENTS
     return Finding(
         cost_bytes=held_bytes,
-        evidence=(asked, *held),
-        advice=advice,
-        flags=flags,
+        evidence=tuple(evidence),
+        advice=remedy.advice,
+        flags=remedy.flags,
         certain=not oom.went_on,
         rank=failed.rank,
     )
 
 
-def _advise_on_failure(most: str) -> tuple[str, tuple[str, ...]]:
-    """What to do, and flags, where the category `most` holds most."""
+def _lies_in_pieces(oom: OutOfMemory) -> bool:
+    """Whether as much as was asked for lay free between tensors, in pieces that were too small."""
+    return oom.unused_bytes >= max(oom.requested_bytes, MIN_BYTES)
+
+
+def _describe_unusable(oom: OutOfMemory) -> Iterator[str]:
+    """Name what was free and did not help, and whether the program got around the failure."""
+    if oom.went_on:
+        yield "the program went on: as many bytes were allocated afterwards"
+    if oom.unused_private_bytes >= MIN_BYTES:
+        yield f"{size(oom.unused_private_bytes)} lie free in private pools, which this request cannot use"
+    if _lies_in_pieces(oom):
+        yield f"{size(oom.unused_bytes)} are reserved and lie free between tensors, in pieces that are too small"
+
+
+def _advise_on_category(most: str) -> Remedy:
+    """Choose what to do where memory is full and the category `most` holds most of it."""
     if most in GROWS_WITH_BATCH:
-        flags = ("--micro-batch-size", RECOMPUTE_FLAG)
-        return f"{most} hold most: a smaller --micro-batch-size, or {RECOMPUTE_FLAG}", flags
+        advice = f"{most} hold most: a smaller --micro-batch-size, or {RECOMPUTE_FLAG}"
+        return Remedy(advice, ("--micro-batch-size", RECOMPUTE_FLAG))
     if most in REMEDIES:
-        return f"{most} hold most: {REMEDIES[most]}", ()
-    return f"{most or 'tensors'} hold most, which the micro-batch does not change: fewer parameters per rank", ()
+        return Remedy(f"{most} hold most: {REMEDIES[most]}")
+    return Remedy(f"{most or 'tensors'} hold most, which the micro-batch does not change: fewer parameters per rank")
 
 
 def name_device(one: Snapshot) -> str:
-    """'GPU 1'; 'the CPU' for what no GPU allocated."""
+    """Name the device of a snapshot as in "GPU 1"; "the CPU" for what no GPU allocated."""
     return "the CPU" if one.simulated else f"GPU {one.device}"
 
 
@@ -194,19 +222,21 @@ def find_logits_peak(facts: Facts, most: Snapshot) -> Finding | Observation:
         tensor parallelism, which splits the vocabulary.
     False alarm: a peak far below the device's memory.
     """
-    held = sum_category(most, "logits and loss")
-    if held < MAX_LOGITS_SHARE * most.peak_bytes or not facts.is_tight(most):
-        return saw(Evidence(f"{size(held)} of a peak of {size(most.peak_bytes)} are logits and loss", most.source))
-    now = facts.settings.micro_batch_size
-    smaller = facts.smaller_micro_batch
-    half = f"--micro-batch-size {smaller}" if smaller else ""
-    text = f"{size(held)} of the peak of {size(most.peak_bytes)} ({held / most.peak_bytes:.0%})"
-    text += f", in {most.peak_phase or 'an unknown phase'}"
+    held_bytes = sum_category(most, "logits and loss")
+    peak = f"peak of {size(most.peak_bytes)}"
+    if held_bytes < MAX_LOGITS_SHARE * most.peak_bytes or not facts.is_tight(most):
+        return saw(Evidence(f"{size(held_bytes)} of a {peak} are logits and loss", most.source))
+    share = held_bytes / most.peak_bytes
+    phase = most.peak_phase or "an unknown phase"
+    text = f"{size(held_bytes)} of the {peak} ({share:.0%}), in {phase}"
     advice = "compute the loss in chunks of tokens"
     flags: tuple[str, ...] = ()
-    if half:
-        advice, flags = f"{advice}, or {half} (now {now}) with more micro-batches", (half,)
-    return find_lost_memory(most, held, held, text, advice, flags=flags)
+    if facts.smaller_micro_batch:
+        now = facts.settings.micro_batch_size
+        flag = f"--micro-batch-size {facts.smaller_micro_batch}"
+        advice += f", or {flag} (now {now}) with more micro-batches"
+        flags = (flag,)
+    return find_lost_memory(most, held_bytes, held_bytes, text, advice, flags=flags)
 
 
 MAX_SCORES_SHARE = 0.10  # of the peak: less changes no micro-batch
@@ -227,18 +257,30 @@ def find_attention_memory(facts: Facts, most: Snapshot) -> Finding | Observation
     Flags: --attention-backend auto (or flash); --recompute-granularity selective recomputes only this.
     False alarm: a softmax that is no attention, such as a router's, is small.
     """
-    activations = [site for site in most.sites if site.category == "activations" and site.blocks >= MIN_BLOCKS]
-    sites = [site for site in activations if "softmax" in site.site.lower()]
-    held = sum(site.num_bytes for site in sites)
-    if not sites or held < MAX_SCORES_SHARE * most.peak_bytes:
-        text = f"{size(held)} of a peak of {size(most.peak_bytes)} are scores of attention"
+    activations = [site for site in most.sites if site.category == "activations"]
+    of_each_layer = [site for site in activations if site.blocks >= MIN_BLOCKS]
+    sites = [site for site in of_each_layer if "softmax" in site.site.lower()]
+    held_bytes = sum(site.num_bytes for site in sites)
+    if not sites or held_bytes < MAX_SCORES_SHARE * most.peak_bytes:
+        text = f"{size(held_bytes)} of a peak of {size(most.peak_bytes)} are scores of attention"
         return saw(Evidence(text, most.source))
-    text = f"{size(held)} of the peak of {size(most.peak_bytes)} ({held / most.peak_bytes:.0%})"
-    shown = (
-        Evidence(f"{size(site.num_bytes)} in {counted(site.blocks, 'piece')}", site.site) for site in sites[:MAX_SHOWN]
+    share = held_bytes / most.peak_bytes
+    text = f"{size(held_bytes)} of the peak of {size(most.peak_bytes)} ({share:.0%})"
+    shown = []
+    for site in sites[:MAX_SHOWN]:
+        pieces = counted(site.blocks, "piece")
+        shown.append(Evidence(f"{size(site.num_bytes)} in {pieces}", site.site))
+    flag = "--attention-backend auto"
+    advice = f"fused attention, which keeps no scores: {flag}"
+    return find_lost_memory(
+        most,
+        held_bytes,
+        held_bytes,
+        text,
+        advice,
+        *shown,
+        flags=(flag,),
     )
-    advice = "fused attention, which keeps no scores: --attention-backend auto"
-    return find_lost_memory(most, held, held, text, advice, *shown, flags=("--attention-backend auto",))
 
 
 SELECTIVE = "--recompute-granularity selective"
@@ -269,22 +311,40 @@ def find_recompute_activations(facts: Facts, most: Snapshot) -> Finding | Observ
     layers = [layer.num_bytes for layer in most.layers if layer.name != OUTSIDE]
     if len(layers) < MIN_LAYERS:
         return could_not_look(Evidence("the snapshot tells no activations of several layers", most.source))
-    # Of all layers: micro-batch x sequence x hidden each; unknown without a plan.
-    tokens, hidden = facts.micro_batch_tokens, facts.shape.hidden_size
-    width = 2 if facts.plan.precision in SIXTEEN_BITS else 4
-    inputs = len(layers) * tokens * hidden * width if tokens and hidden else 0
-    held = sum(layers)
-    gain = held - max(layers) - inputs
-    if gain < MIN_GAIN * most.peak_bytes or not facts.is_tight(most):
-        text = f"recomputing would save {size(max(gain, 0))} of a peak of {size(most.peak_bytes)}"
+    held_bytes = sum(layers)
+    inputs_bytes = len(layers) * _measure_layer_input(facts)
+    gain_bytes = held_bytes - max(layers) - inputs_bytes
+    if gain_bytes < MIN_GAIN * most.peak_bytes or not facts.is_tight(most):
+        text = f"recomputing would save {size(max(gain_bytes, 0))} of a peak of {size(most.peak_bytes)}"
         return saw(Evidence(text, most.source))
+    number = counted(len(layers), "layer")
+    inputs = f" of {size(inputs_bytes)}" if inputs_bytes else ""
     text = (
-        f"activations of {counted(len(layers), 'layer')} take {size(held)} of the peak of "
-        f"{size(most.peak_bytes)}; with recomputation one layer's "
-        f"{size(held / len(layers))} and the layers' inputs{f' of {size(inputs)}' if inputs else ''}"
+        f"activations of {number} take {size(held_bytes)} of the peak of {size(most.peak_bytes)}; "
+        f"with recomputation one layer's {size(held_bytes / len(layers))} and the layers' inputs{inputs}"
     )
     advice = f"if memory keeps the micro-batch small: {RECOMPUTE_FLAG} (costs a second forward)"
-    return find_lost_memory(most, held, int(gain), text, advice, flags=(RECOMPUTE_FLAG,), certain=inputs > 0)
+    flags = (RECOMPUTE_FLAG,)
+    is_certain = inputs_bytes > 0
+    return find_lost_memory(
+        most,
+        held_bytes,
+        int(gain_bytes),
+        text,
+        advice,
+        flags=flags,
+        certain=is_certain,
+    )
+
+
+def _measure_layer_input(facts: Facts) -> int:
+    """Measure a layer's input, micro-batch x sequence x hidden, in bytes; 0 without a plan that tells it."""
+    tokens = facts.micro_batch_tokens
+    hidden = facts.shape.hidden_size
+    if not tokens or not hidden:
+        return 0
+    element_bytes = 2 if facts.plan.precision in SIXTEEN_BITS else 4
+    return tokens * hidden * element_bytes
 
 
 MIN_SHARED = 0.10  # of the peak, that ranks must save by sharing: it costs no arithmetic
@@ -304,23 +364,25 @@ def find_state_kept_whole(facts: Facts, most: Snapshot) -> Finding | Observation
     Flags: --use-distributed-optimizer; --use-torch-fsdp2.
     False alarm: a peak that falls into forward for other reasons stays as high but for this part.
     """
-    ranks = (facts.plan.layout.data or 1) * (facts.plan.layout.context or 1)
     if not facts.has_plan:
         return could_not_look(record=Recording.RUN_FOLDER)
+    layout = facts.plan.layout
+    ranks = (layout.data or 1) * (layout.context or 1)
     if ranks < 2 or facts.plan.sharding:
         return saw(Evidence("no ranks that keep the same state", RUN_FILE))
-    held = sum(sum_category(most, category) for category in ("moments", "master weights"))
-    gain = held - held // ranks
-    text = f"moments and masters hold {size(held)} of the peak of {size(most.peak_bytes)}; {ranks} ranks keep the same"
-    if gain < MIN_SHARED * most.peak_bytes or not facts.is_tight(most):
+    held_bytes = sum_category(most, "moments") + sum_category(most, "master weights")
+    gain_bytes = held_bytes - held_bytes // ranks
+    held = f"moments and masters hold {size(held_bytes)} of the peak of {size(most.peak_bytes)}"
+    text = f"{held}; {ranks} ranks keep the same"
+    if gain_bytes < MIN_SHARED * most.peak_bytes or not facts.is_tight(most):
         return saw(Evidence(text, most.source))
-    advice = "shard them: --use-distributed-optimizer"
-    return find_lost_memory(most, held, gain, text, advice, flags=("--use-distributed-optimizer",))
+    flag = "--use-distributed-optimizer"
+    return find_lost_memory(most, held_bytes, gain_bytes, text, f"shard them: {flag}", flags=(flag,))
 
 
 @rule("sequence-parallel-off", "activations that tensor parallel ranks keep whole", "memory", needs="snapshot")
 def find_sequence_parallel_off(facts: Facts, most: Snapshot) -> Finding | Observation:
-    """Between attention and MLP, every tensor parallel rank keeps all tokens.
+    """Every tensor parallel rank keeps all tokens between attention and MLP.
 
     Meaning: tensor parallelism splits the products. Norms, dropout and the residual between them work on all tokens on
         every rank, 10 of 34 bytes per token and feature in 16 bits (Korthikanti et al. 2022, arXiv 2205.05198).
@@ -332,24 +394,25 @@ def find_sequence_parallel_off(facts: Facts, most: Snapshot) -> Finding | Observ
     Flags: --sequence-parallel.
     False alarm: a peak that falls into the optimizer's step.
     """
-    tensor, shares = facts.plan.layout.tensor or 1, facts.plan.layout.sequence_parallel
     if not facts.has_plan:
         return could_not_look(record=Recording.RUN_FOLDER)
-    if tensor < 2 or shares or not facts.is_tight(most):
-        return saw(
-            Evidence(f"{counted(tensor, 'tensor parallel rank')}, a peak of {size(most.peak_bytes)}", most.source)
-        )
+    layout = facts.plan.layout
+    tensor = layout.tensor or 1
+    if tensor < 2 or layout.sequence_parallel or not facts.is_tight(most):
+        text = f"{counted(tensor, 'tensor parallel rank')}, a peak of {size(most.peak_bytes)}"
+        return saw(Evidence(text, most.source))
     predicted = facts.predicted_categories
-    gain = 0 if predicted is None else predicted.saved_by_sequence_parallelism
     if predicted is None:
         return could_not_look(record=Recording.RUN_FOLDER)
-    if not gain or gain < MIN_SHARED * most.peak_bytes:
-        return saw(Evidence(f"--sequence-parallel would save {size(gain or 0)}", RUN_FILE))
-    held = sum_category(most, "activations")
-    alike = f"{tensor} ranks keep {size(gain)} alike"
-    text = f"activations hold {size(held)} of the peak of {size(most.peak_bytes)}; {alike}"
+    gain_bytes = predicted.saved_by_sequence_parallelism or 0
     flag = "--sequence-parallel"
-    return find_lost_memory(most, held, gain, text, f"shard the tokens, too: {flag}", flags=(flag,))
+    if not gain_bytes or gain_bytes < MIN_SHARED * most.peak_bytes:
+        return saw(Evidence(f"{flag} would save {size(gain_bytes)}", RUN_FILE))
+    held_bytes = sum_category(most, "activations")
+    alike = f"{tensor} ranks keep {size(gain_bytes)} alike"
+    text = f"activations hold {size(held_bytes)} of the peak of {size(most.peak_bytes)}; {alike}"
+    advice = f"shard the tokens, too: {flag}"
+    return find_lost_memory(most, held_bytes, gain_bytes, text, advice, flags=(flag,))
 
 
 @rule(
@@ -369,18 +432,23 @@ def find_micro_batch_headroom(facts: Facts) -> Finding | Observation:
     Flags: --micro-batch-size N at the same --global-batch-size.
     False alarm: memory that evaluation, a checkpoint or a longer batch still needs.
     """
-    larger, one, held, room = facts.larger_micro_batch, facts.critical, facts.peak, facts.device_bytes
+    held = facts.peak
+    room = facts.device_bytes
     if held is None or room is None or facts.micro_batches is None:
         return could_not_look()
+    number = counted(facts.micro_batches, "micro-batch")
+    larger = facts.larger_micro_batch
     if larger is None:
-        number = counted(facts.micro_batches, "micro-batch")
-        return saw(Evidence(f"{number} per step, and a peak of {size(held.num_bytes)} of {size(room)}", held.where))
+        text = f"{number} per step, and a peak of {size(held.num_bytes)} of {size(room)}"
+        return saw(Evidence(text, held.where))
+    flag, advice = larger
+    one = facts.critical
     if one is not None and one.time.launch_bound:
-        return told_by("launch-bound", larger[1])
-    cost = one.accumulation_ms() or None if one is not None else None
-    peak = f"the peak is {size(held.num_bytes)} of {size(room)}"
-    seen = Evidence(f"{peak}, with {counted(facts.micro_batches or 0, 'micro-batch')} per step", held.where)
-    return build_time_finding(cost, [seen], larger[1], larger[:1], certain=False)
+        return told_by("launch-bound", advice)
+    # what is not seen is not known to be 0
+    cost_ms = one.accumulation_ms() or None if one is not None else None
+    text = f"the peak is {size(held.num_bytes)} of {size(room)}, with {number} per step"
+    return build_time_finding(cost_ms, [Evidence(text, held.where)], advice, (flag,), certain=False)
 
 
 FORWARD = Phase.FORWARD.value
@@ -405,28 +473,32 @@ def find_needless_recompute(facts: Facts) -> Finding | Observation:
     run = facts.run
     if run is None or facts.is_foreign:
         return _find_recomputation_in_trace(facts)
-    chunks = facts.plan.stage.chunks
     recomputed = facts.plan.recomputed_layers or 0
     if facts.settings.recompute_granularity != "full" or not recomputed:
         return saw(Evidence("no layer is recomputed as a whole (--recompute-granularity)", RUN_FILE))
     room = _find_room_for_activations(facts, run)
-    predicted_categories = facts.predicted_categories
-    if not room or predicted_categories is None:
+    predicted = facts.predicted_categories
+    if not room or predicted is None:
         return could_not_look(record=Recording.RUN_FOLDER)
-    needed = predicted_categories.without_recomputation
-    layers = sum(end - first for first, end in chunks)
+    needed = predicted.without_recomputation
+    layers = sum(end - first for first, end in facts.plan.stage.chunks)
     without = f"without recomputation a step would hold at most {size(needed)}, and there are {size(room)}"
     in_plan = Evidence(f"{recomputed} of {layers} layers are recomputed; {without}", RUN_FILE)
-    if needed > TIGHT * room or any(one.oom is not None for one in facts.snapshots):
+    if needed > TIGHT * room or _has_run_out(facts):
         return saw(in_plan)
-    forward, step_ms, place = _measure_forward(facts, run)
-    cost = forward * recomputed / layers
-    seen = (in_plan, Evidence(f"forward takes {in_ms(forward)}, and is run twice", place))
-    if cost < MATTERS * step_ms:
+    forward = _measure_forward(facts, run)
+    cost_ms = forward.ms * recomputed / layers
+    seen = (in_plan, Evidence(f"forward takes {in_ms(forward.ms)}, and is run twice", forward.where))
+    if cost_ms < MATTERS * forward.step_ms:
         return saw(*seen)
     # the other two without the first would stop the run
     advice = f"leave out {NEEDLESS}, or give {SELECTIVE} in their place"
-    return build_time_finding(cost, seen, advice, (SELECTIVE,), certain=False)
+    return build_time_finding(cost_ms, seen, advice, (SELECTIVE,), certain=False)
+
+
+def _has_run_out(facts: Facts) -> bool:
+    """Whether an allocation failed in a snapshot."""
+    return any(one.oom is not None for one in facts.snapshots)
 
 
 def _find_room_for_activations(facts: Facts, run: Run) -> float | None:
@@ -438,49 +510,72 @@ def _find_room_for_activations(facts: Facts, run: Run) -> float | None:
     return free / (facts.local_ranks or 1) if free else None
 
 
-def _measure_forward(facts: Facts, run: Run) -> tuple[float, float, str]:
-    """Measure forward: its ms per step, the ms of that step, and where they are from: a trace, else the run's steps."""
+@dataclass(frozen=True)
+class ForwardTime:
+    """Time of forward in a step."""
+
+    ms: float
+    step_ms: float
+    where: str  # a trace, or the run's steps
+
+
+def _measure_forward(facts: Facts, run: Run) -> ForwardTime:
+    """Measure forward by a trace, else by the run's own steps."""
     one = facts.critical
-    traced = [phase.device_ms for phase in one.time.phases if phase.name == FORWARD] if one is not None else []
-    if one is not None and traced:
-        return traced[0], one.time.step_ms, f"rank {one.time.rank}"
-    forward = measure_ordinary(run, run.phases_ms.get(FORWARD, ())) or 0.0
-    return forward, run.steady_step_ms or math.inf, STEPS_FILE
+    if one is not None:
+        for phase in one.time.phases:
+            if phase.name == FORWARD:
+                return ForwardTime(phase.device_ms, one.time.step_ms, f"rank {one.time.rank}")
+    forward_ms = measure_ordinary(run, run.phases_ms.get(FORWARD, ())) or 0.0
+    return ForwardTime(forward_ms, run.steady_step_ms or math.inf, STEPS_FILE)
 
 
 LITTLE = 0.30  # of the device's memory: what a checkpointed layer would hold is not known
 
 
-def _find_room(facts: Facts, one: RankFacts) -> tuple[int, int, str]:
-    """(bytes of the GPU, bytes of the peak, where that is from); 0 for unknown."""
+@dataclass(frozen=True)
+class MemoryUse:
+    """Memory that there is, and the most that was held of it."""
+
+    room_bytes: int  # 0 for unknown
+    peak_bytes: int  # 0 for unknown
+    where: str  # the source of the peak
+
+
+def _measure_gpu_use(facts: Facts, one: RankFacts) -> MemoryUse:
+    """Measure a GPU's memory and its peak, by the run's record, else by the GPU's name and the trace."""
     processor = match_processor(one.time.device)
-    listed = processor.memory_gib if processor is not None else None
-    room = facts.device_bytes or (int(listed * GIB) if listed else 0)
+    room_bytes = facts.device_bytes or 0
+    if not room_bytes and processor is not None and processor.memory_gib:
+        room_bytes = int(processor.memory_gib * GIB)
     if facts.peak is not None:
-        return room, facts.peak.num_bytes, facts.peak.where
-    traced = max((seen.peak_bytes for seen in facts.traced_memory if seen.total_is_given), default=0)
-    return room, traced, ""
+        return MemoryUse(room_bytes, facts.peak.num_bytes, facts.peak.where)
+    traced = [seen.peak_bytes for seen in facts.traced_memory if seen.total_is_given]
+    return MemoryUse(room_bytes, max(traced, default=0), "")
 
 
-def _find_room_of_host(facts: Facts) -> tuple[int, int, str]:
-    """(bytes of the machine's memory, the most that its ranks held, where that is from); 0 for unknown."""
-    room, peak_bytes = facts.watched.host_memory_bytes, facts.watched.peak_host_bytes
-    if not room or not peak_bytes or not facts.local_ranks:
-        return 0, 0, ""
-    return room, peak_bytes * facts.local_ranks, RUN_FILE
+def _measure_host_use(facts: Facts) -> MemoryUse:
+    """Measure a machine's memory, and the most that its ranks held."""
+    room_bytes = facts.watched.host_memory_bytes
+    peak_bytes = facts.watched.peak_host_bytes
+    if not room_bytes or not peak_bytes or not facts.local_ranks:
+        return MemoryUse(0, 0, "")
+    return MemoryUse(room_bytes, peak_bytes * facts.local_ranks, RUN_FILE)
 
 
 def _find_recomputation_in_trace(facts: Facts) -> Finding | Observation:
-    """Of a job whose flags are unknown: recomputation that its trace shows,
-    where the peak is far below the device's memory."""
+    """Find recomputation that a trace shows, of a job whose flags are unknown.
+
+    It is needless where the peak is far below the device's memory.
+    """
     one = facts.critical
     if one is None:
         return could_not_look(record=Recording.TRACE)
-    room, peak_bytes, where = _find_room(facts, one) if one.time.on_gpu else _find_room_of_host(facts)
-    if not room or not peak_bytes > 0:
+    use = _measure_gpu_use(facts, one) if one.time.on_gpu else _measure_host_use(facts)
+    if not use.room_bytes or not use.peak_bytes > 0:
         return could_not_look(Evidence("the peak, or the memory that there is, is not known", one.where()))
-    held = Evidence(f"the peak is {size(peak_bytes)} of {size(room)}", where)
-    if peak_bytes > LITTLE * room or any(one.oom is not None for one in facts.snapshots):
+    held = Evidence(f"the peak is {size(use.peak_bytes)} of {size(use.room_bytes)}", use.where)
+    if use.peak_bytes > LITTLE * use.room_bytes or _has_run_out(facts):
         return saw(held)
     rows = find_recomputed(one)
     if not len(rows):
@@ -490,4 +585,12 @@ def _find_recomputation_in_trace(facts: Facts) -> Finding | Observation:
     advice = (
         "checkpoint fewer layers, or none (torch.utils.checkpoint, gradient_checkpointing), while the peak leaves room"
     )
-    return find_lost_time(one, cost, text, advice, held, row=int(rows[0]), certain=False)
+    return find_lost_time(
+        one,
+        cost,
+        text,
+        advice,
+        held,
+        row=int(rows[0]),
+        certain=False,
+    )

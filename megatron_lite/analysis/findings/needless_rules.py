@@ -1,6 +1,7 @@
 """Work that a step could do without: forward passes that no backward follows, and computing in fp64."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,8 +39,8 @@ WITHOUT_GRADIENTS = "torch.no_grad()"
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """Operators of layers that follow each other on a thread, with no backward,
-    update or other kind of pass between."""
+    """A pass through layers: their operators follow each other on a thread, with no backward, update or other kind of
+    pass between."""
 
     rows: Integers  # the outermost operators of its layers
     layers: tuple[tuple[str, object], ...]  # name and weights' size of each
@@ -56,15 +57,15 @@ class _LayerCalls:
     is_recorded: Flags  # autograd recorded it
 
     def select(self, wanted: Integers | Flags) -> "_LayerCalls":
-        """Those that an index or a mask picks, in its order."""
+        """Choose those that an index or a mask picks, in its order."""
         return _LayerCalls(self.rows[wanted], self.is_followed[wanted], self.is_recorded[wanted])
 
 
 def find_forward_passes(one: RankFacts) -> list[ForwardPass]:
-    """The passes of the steady steps, by start; [] where the trace does not tell which ones have a backward."""
-    events = one.trace.events
+    """List the passes of the steady steps, by start; [] where the trace does not tell which ones have a backward."""
+    sequence = one.trace.events.sequence
     backward = is_backward(one.trace)
-    followed = np.unique(events.sequence[backward & (events.sequence >= 0)])
+    followed = np.unique(sequence[backward & (sequence >= 0)])
     if not len(followed):
         return []
     calls = _find_layer_calls(one, backward, followed)
@@ -87,12 +88,14 @@ def _find_layer_calls(one: RankFacts, backward: Flags, followed: Integers) -> _L
     nest = trace.nest(one.in_steady_steps(operators))
     sequence = events.sequence[nest.rows]
     # autocast keeps the weights' casts of the first pass for later ones, whose backward goes through them
-    casts = operators[trace.passing(CASTS.__contains__, Kind.OP)[events.name[operators]]]
+    is_a_cast = trace.passing(CASTS.__contains__, Kind.OP)
+    casts = operators[is_a_cast[events.name[operators]]]
     is_cast = np.isin(sequence, events.sequence[casts])
     has_backward = np.isin(sequence, followed) & ~is_cast
 
     in_backward = _spread_to_children(nest, backward[nest.rows])
-    is_layer = trace.passing(LAYERS.match, Kind.OP)[events.name[nest.rows]] & ~in_backward
+    is_named = trace.passing(LAYERS.match, Kind.OP)
+    is_layer = is_named[events.name[nest.rows]] & ~in_backward
     has_parent = nest.parent >= 0
     inside_another = _spread_to_children(nest, is_layer)[nest.parent] & has_parent
     outermost = is_layer & ~inside_another
@@ -103,24 +106,27 @@ def _find_layer_calls(one: RankFacts, backward: Flags, followed: Integers) -> _L
 
 
 def _is_training(one: RankFacts, rows: Integers) -> Flags:
-    """[rows], whether each lies in a phase that belongs to training: not in evaluation and the like."""
+    """Tell for each row whether it lies in a phase that belongs to training: not in evaluation and the like."""
     others = [number for number, name in enumerate(one.placing.phases) if name in NOT_TRAINING]
     return ~np.isin(one.placing.phase[rows], others)
 
 
 def _cut_into_passes(one: RankFacts, calls: _LayerCalls, backward: Flags) -> list[ForwardPass]:
-    """Calls that follow each other on a thread and are of one kind are a pass; backward or an update ends it.
+    """Cut calls into passes: those that follow each other on a thread and are of one kind.
+
+    Backward or an update ends a pass.
 
     Args:
         one: The rank.
-        calls: By row.
+        calls: Operators of layers, by row.
         backward: [events], whether an event belongs to backward.
     """
     if not len(calls.rows):
         return []
     events = one.trace.events
     updates = one.rows_named(UPDATES.match, Kind.ANNOTATION)
-    cuts_ns = np.sort(events.start_ns[np.concatenate((np.flatnonzero(backward), updates))])
+    cuts = np.concatenate((np.flatnonzero(backward), updates))
+    cuts_ns = np.sort(events.start_ns[cuts])
     between_cuts = np.searchsorted(cuts_ns, events.start_ns[calls.rows])
     thread = events.thread[calls.rows]
     step = one.placing.step[calls.rows]
@@ -129,9 +135,15 @@ def _cut_into_passes(one: RankFacts, calls: _LayerCalls, backward: Flags) -> lis
     passes = []
     for part in np.split(np.arange(len(calls.rows)), begins):
         rows = calls.rows[part]
-        layers = tuple(_describe_layer(one, row) for row in rows)
         first = part[0]
-        passes.append(ForwardPass(rows, layers, bool(calls.is_followed[first]), bool(calls.is_recorded[first])))
+        passes.append(
+            ForwardPass(
+                rows=rows,
+                layers=tuple(_describe_layer(one, row) for row in rows),
+                is_followed=bool(calls.is_followed[first]),
+                is_recorded=bool(calls.is_recorded[first]),
+            )
+        )
     return passes
 
 
@@ -141,20 +153,24 @@ def find_recomputed(one: RankFacts) -> Integers:
     They record how to take gradients and belong to no forward thread. Backward's own operations do so too where a graph
     of them is made, but none is a whole layer's.
     """
-    events, trace = one.trace.events, one.trace
-    backward = is_backward(trace)
-    nest = trace.nest(one.in_steady_steps(trace.rows[Kind.OP]))
+    events = one.trace.events
+    backward = is_backward(one.trace)
+    nest = one.trace.nest(one.in_steady_steps(one.trace.rows[Kind.OP]))
     rows = nest.rows
-    recorded = (events.sequence[rows] >= 0) & (events.forward_thread[rows] <= 0) & ~backward[rows]
-    below_engine = (nest.parent >= 0) & backward[rows][nest.parent]
-    again = recorded & below_engine
-    is_layer = trace.passing(RECOMPUTED_LAYERS.match, Kind.OP)[events.name[rows]]
+    is_recorded = events.sequence[rows] >= 0
+    is_of_forward = (events.forward_thread[rows] <= 0) & ~backward[rows]
+    is_below_engine = (nest.parent >= 0) & backward[rows][nest.parent]
+    again = is_recorded & is_of_forward & is_below_engine
+    is_named = one.trace.passing(RECOMPUTED_LAYERS.match, Kind.OP)
+    is_layer = is_named[events.name[rows]]
     layers = is_layer & _spread_to_children(nest, again)
-    return np.sort(rows[again]) if int(layers.sum()) >= MIN_LAYERS * one.steady_steps else rows[:0]
+    if int(layers.sum()) < MIN_LAYERS * one.steady_steps:
+        return rows[:0]
+    return np.sort(rows[again])
 
 
 def _spread_to_children(nest: Nesting, flags: Flags) -> Flags:
-    """For each range: does it, or any range around it, have the flag?"""
+    """Tell for each range whether it, or any range around it, has the flag."""
     found = flags.copy()
     for depth in range(1, int(nest.depth.max(initial=0)) + 1):
         here = np.flatnonzero(nest.depth == depth)
@@ -163,7 +179,7 @@ def _spread_to_children(nest: Nesting, flags: Flags) -> Flags:
 
 
 def _spread_to_parents(nest: Nesting, flags: Flags) -> Flags:
-    """For each range: does it, or any range inside of it, have the flag?"""
+    """Tell for each range whether it, or any range inside of it, has the flag."""
     found = flags.copy()
     for depth in range(int(nest.depth.max(initial=0)), 0, -1):
         here = np.flatnonzero((nest.depth == depth) & found)
@@ -173,19 +189,32 @@ def _spread_to_parents(nest: Nesting, flags: Flags) -> Flags:
 
 def _describe_layer(one: RankFacts, row: int) -> tuple[str, object]:
     """Name and weights' size of a layer's operator; the size is () where shapes were not recorded."""
+    name = one.trace.name_of(row)
     index = int(one.trace.events.shapes[row])
-    name, dims = one.trace.name_of(row), one.trace.shapes[index].dims if index >= 0 else ()
+    if index < 0:
+        return name, ()
+    dims = one.trace.shapes[index].dims
     weights = 0 if name == "aten::embedding" else 1
     return name, dims[weights] if len(dims) > weights else ()
 
 
 def _repeats(found: ForwardPass, trained: ForwardPass, has_shapes: bool) -> bool:
-    """Does the pass go through the same layers as the trained one, once or more often?"""
-    number, own = len(trained.layers), len(found.layers)
-    if min(number, own) < MIN_LAYERS or not has_shapes and own % number:
+    """Whether the pass goes through the same layers as the trained one, once or more often.
+
+    Args:
+        found: The pass.
+        trained: A pass that backward goes through.
+        has_shapes: Whether layers are known by the sizes of their weights; else their number must be a multiple.
+    """
+    number = len(trained.layers)
+    own = len(found.layers)
+    shorter = min(number, own)
+    if shorter < MIN_LAYERS:
+        return False
+    if not has_shapes and own % number:
         return False
     alike = 0
-    while alike < min(number, own) and found.layers[alike] == trained.layers[alike]:
+    while alike < shorter and found.layers[alike] == trained.layers[alike]:
         alike += 1
     return alike >= max(MIN_LAYERS, ALIKE * number)
 
@@ -211,35 +240,56 @@ def find_forward_without_backward(facts: Facts, one: RankFacts) -> Finding | Obs
     if not trained:
         return could_not_look(Evidence("no forward pass that a backward follows", one.where()))
     longest = max(trained, key=lambda found: len(found.layers))
-    repeated = [found for found in passes if not found.is_followed and _repeats(found, longest, one.trace.with_shapes)]
+    others = [found for found in passes if not found.is_followed]
+    repeated = [found for found in others if _repeats(found, longest, one.trace.with_shapes)]
     if not repeated:
         return saw_nothing(one, "a backward follows each forward pass of the model")
     cost = _measure_passes(one, repeated)
-    number = round(sum(len(found.layers) for found in repeated) / len(longest.layers) / one.steady_steps, 1)
-    recorded = repeated[0].is_recorded
-    how = "with gradients recorded and never used" if recorded else f"under {WITHOUT_GRADIENTS}"
-    again = counted(number, "more forward pass")
-    text = f"{again} per step of the trained layers, {how}: {one.of_step(cost)}"
-    of_training = sum(len(found.layers) for found in trained) / one.steady_steps
-    more = Evidence(f"{of_training:,.0f} layers' operators per step have a backward", one.where(int(longest.rows[0])))
+    how = f"under {WITHOUT_GRADIENTS}"
     advice = "use the first pass' result, evaluate less often, or compute a teacher's results once"
-    if recorded:
+    if repeated[0].is_recorded:
+        how = "with gradients recorded and never used"
         advice = f"use the first pass' result; put what needs no gradients under {WITHOUT_GRADIENTS}"
-    return find_lost_time(one, cost, text, advice, more, row=int(repeated[0].rows[0]), certain=False)
+    passes_per_step = _count_layers(repeated) / len(longest.layers) / one.steady_steps
+    again = counted(round(passes_per_step, 1), "more forward pass")
+    text = f"{again} per step of the trained layers, {how}: {one.of_step(cost)}"
+    layers_per_step = _count_layers(trained) / one.steady_steps
+    place = one.where(int(longest.rows[0]))
+    more = Evidence(f"{layers_per_step:,.0f} layers' operators per step have a backward", place)
+    return find_lost_time(
+        one,
+        cost,
+        text,
+        advice,
+        more,
+        row=int(repeated[0].rows[0]),
+        certain=False,
+    )
+
+
+def _count_layers(passes: Sequence[ForwardPass]) -> int:
+    """Count the layers' operators of several passes."""
+    return sum(len(found.layers) for found in passes)
 
 
 def _measure_passes(one: RankFacts, passes: list[ForwardPass]) -> float:
-    """ms per step of the device that the passes take; without a GPU of the host."""
+    """Measure ms per step of the device that the passes take; without a GPU of the host."""
     events = one.trace.events
-    first, last = (np.array([found.rows[place] for found in passes]) for place in (0, -1))
-    start, end, thread = events.start_ns[first], events.end_ns[last], events.thread[first]
+    first = np.array([found.rows[0] for found in passes])
+    last = np.array([found.rows[-1] for found in passes])
+    start_ns = events.start_ns[first]
+    end_ns = events.end_ns[last]
     if not one.time.on_gpu:
-        return float((end - start).sum()) / 1e6 / one.steady_steps
+        return float((end_ns - start_ns).sum()) / 1e6 / one.steady_steps
     work = one.work_rows()
     launcher = one.placing.operator[work]
-    work, launcher = work[launcher >= 0], launcher[launcher >= 0]
-    nest = Nesting(np.arange(len(passes)), start, end, thread)
-    return one.covered_ms(work[nest.position_at(events.start_ns[launcher], events.thread[launcher]) >= 0])
+    is_launched = launcher >= 0
+    work = work[is_launched]
+    launcher = launcher[is_launched]
+    thread = events.thread[first]
+    nest = Nesting(np.arange(len(passes)), start_ns, end_ns, thread)
+    place = nest.position_at(events.start_ns[launcher], events.thread[launcher])
+    return one.covered_ms(work[place >= 0])
 
 
 FP64 = ("double", "c10::complex<double>")
@@ -248,9 +298,11 @@ WHOLE = 0.9  # of the computing: a job that wants fp64 throughout
 
 
 def holds_fp64(shapes: Shapes) -> bool:
-    """Is any argument a tensor of fp64 with more than one element?"""
-    pairs = zip(shapes.dtypes, shapes.dims)
-    return any(dtype in FP64 and isinstance(dims, tuple) and set(dims) - {1} for dtype, dims in pairs)
+    """Whether any argument is a tensor of fp64 with more than one element."""
+    for dtype, dims in zip(shapes.dtypes, shapes.dims):
+        if dtype in FP64 and isinstance(dims, tuple) and set(dims) - {1}:
+            return True
+    return False
 
 
 @rule("fp64-compute", "computing in fp64", "kernels", "operators", needs="trace")
@@ -276,27 +328,43 @@ def find_fp64_compute(facts: Facts, one: RankFacts) -> Finding | Observation:
     cost = one.covered_ms(rows)
     operators = one.placing.operator[rows] if one.time.on_gpu else rows
     names = one.trace.events.name[np.where(operators >= 0, operators, rows)]
-    groups = sorted((rows[names == name] for name in np.unique(names)), key=lambda group: -one.covered_ms(group))
+    groups = {one.trace.names[int(index)]: rows[names == index] for index in np.unique(names)}
+    times_ms = {name: one.covered_ms(group) for name, group in groups.items()}
     shown = []
-    for group in groups[:MAX_SHOWN]:
-        name = one.trace.names[int(names[rows == group[0]][0])]
-        times = f"{counted(one.per_step(group), 'time')} per step, {in_ms(one.covered_ms(group))}"
-        shown.append(Evidence(f"{name} in fp64: {times}", one.where(int(group[0]))))
+    for name in sorted(groups, key=lambda name: -times_ms[name])[:MAX_SHOWN]:
+        group = groups[name]
+        times = counted(one.per_step(group), "time")
+        told = f"{name} in fp64: {times} per step, {in_ms(times_ms[name])}"
+        shown.append(Evidence(told, one.where(int(group[0]))))
     text = f"operators in fp64 take {one.of_step(cost)}"
     advice = "convert the inputs and weights of these operators to fp32 or the model's type (.float())"
     in_part = cost < WHOLE * one.time.rows.get("compute", 0.0)
-    return find_lost_time(one, cost, text, advice, *shown, row=int(rows[0]), certain=in_part, cheap=True)
+    return find_lost_time(
+        one,
+        cost,
+        text,
+        advice,
+        *shown,
+        row=int(rows[0]),
+        certain=in_part,
+        cheap=True,
+    )
 
 
 def _find_fp64_rows(one: RankFacts) -> Integers:
-    """Device work (without a GPU: operators) in fp64."""
-    is_fp64 = np.array([holds_fp64(shapes) for shapes in one.trace.shapes] + [False], bool)
-    computing = one.rows_named(lambda name: name.startswith("aten::"), Kind.OP)
-    computing = np.asarray(computing[is_fp64[one.trace.events.shapes[computing]]], np.int64)
+    """Find device work (without a GPU: operators) in fp64."""
+    events = one.trace.events
+    are_fp64 = [holds_fp64(shapes) for shapes in one.trace.shapes]
+    of_unknown_shape = [False]
+    is_fp64 = np.array(are_fp64 + of_unknown_shape, bool)
+    operators = one.rows_named(lambda name: name.startswith("aten::"), Kind.OP)
+    computing = np.asarray(operators[is_fp64[events.shapes[operators]]], np.int64)
     if not one.time.on_gpu:
         return computing
     work = one.work_rows()
-    named = {row.name for row in one.kernels.rows if row.precision == "fp64"}
-    says_fp64 = one.trace.passing(named.__contains__, Kind.KERNEL)[one.trace.events.name[work]]
-    found: Integers = work[says_fp64 | np.isin(one.placing.operator[work], computing)]
+    kernels = {row.name for row in one.kernels.rows if row.precision == "fp64"}
+    says_fp64 = one.trace.passing(kernels.__contains__, Kind.KERNEL)
+    is_named = says_fp64[events.name[work]]
+    is_launched = np.isin(one.placing.operator[work], computing)
+    found: Integers = work[is_named | is_launched]
     return found

@@ -3,14 +3,15 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from megatron_lite.analysis.findings.base import (
     Evidence,
     Finding,
     Observation,
     Recording,
+    Remedy,
     build_time_finding,
     could_not_look,
     find_lost_time,
@@ -18,7 +19,7 @@ from megatron_lite.analysis.findings.base import (
     saw,
     saw_wrong,
 )
-from megatron_lite.analysis.kernels.kernel_results import MATRIX_ROLES, Role, RooflineRow, TensorCores
+from megatron_lite.analysis.kernels.kernel_results import MATRIX_ROLES, KernelRow, Role, RooflineRow, TensorCores
 from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.formats.file_names import RUN_FILE
@@ -28,8 +29,6 @@ from megatron_lite.units import count, counted, significant
 
 SIXTEEN_BITS = ("fp16", "bf16")
 MAX_SHOWN = 3
-
-
 MAX_REASONS = 3
 MULTIPLES = "make the dimensions of products multiples of 64 (at least 8)"
 # before Volta: no faster 16-bit products
@@ -57,27 +56,50 @@ def find_no_tensor_cores(facts: Facts, one: RankFacts) -> Finding | Observation:
     Flags: --make-vocab-size-divisible-by 128, --hidden-size and --ffn-hidden-size in multiples of 64.
     False alarm: matrix-vector products, which memory limits anyway.
     """
-    kernels = one.kernels
     if not one.time.on_gpu:
         return _look_at_dimensions(one)
-    rows = [row for row in kernels.rows if row.tensor_cores is TensorCores.NO and row.precision in SIXTEEN_BITS]
+    kernels = one.kernels
+    rows = _list_without_tensor_cores(one, *SIXTEEN_BITS)
     cost = sum(row.ms for row in rows)
+    on_cores = f"tensor cores run {in_ms(kernels.tensor_core_ms)} of {in_ms(kernels.matrix_ms)} of products"
+    text = f"{one.of_step(cost)}; {on_cores}"
     shown = []
     for row in rows[:MAX_SHOWN]:
         times = f"{in_ms(row.ms)}, {significant(row.per_step)} per step"
-        shown.append(Evidence(f"{row.short}: {times}, from {row.operator or 'no operator'}", row.phase))
-    # The odd dimensions of these kernels' own operators, and what makes them; none without shapes.
-    asked = {row.operator for row in rows}
-    odd = [size for row in kernels.roofline if row.operator in asked for size in row.dims if is_off(size)]
-    changes = _keep_flags(suggest_size(facts, size, enlarge(size)) for size in dict.fromkeys(odd))[:MAX_SHOWN]
-    on_cores = f"tensor cores run {in_ms(kernels.tensor_core_ms)} of {in_ms(kernels.matrix_ms)} of products"
-    text = f"{one.of_step(cost)}; {on_cores}"
-    advice = "; ".join(changes) or "make the dimensions of these products multiples of 64 (at least 8)"
-    flags = tuple(change.partition(" (")[0] for change in changes if change.startswith("--"))
-    found = find_lost_time(one, cost, text, advice, *shown, flags=flags)
+        source = row.operator or "no operator"
+        shown.append(Evidence(f"{row.short}: {times}, from {source}", row.phase))
+    remedy = _advise_on_sizes(facts, _list_odd_sizes(one, {row.operator for row in rows}))
+    found = find_lost_time(one, cost, text, remedy.advice, *shown, flags=remedy.flags)
     if isinstance(found, Finding):
         return found
     return _look_at_tensor_cores(facts, one) if kernels.matrix_ms else _look_at_dimensions(one)
+
+
+def _list_without_tensor_cores(one: RankFacts, *precisions: str) -> list[KernelRow]:
+    """List the products of these number formats whose kernels run on CUDA cores, longest first."""
+    rows = [row for row in one.kernels.rows if row.tensor_cores is TensorCores.NO]
+    return [row for row in rows if row.precision in precisions]
+
+
+def _list_odd_sizes(one: RankFacts, operators: Container[str]) -> list[int]:
+    """List the dimensions of these operators' products that do not fit the tiles; [] without shapes."""
+    sizes: dict[int, None] = {}
+    for row in one.kernels.roofline:
+        if row.operator in operators:
+            sizes.update(dict.fromkeys(size for size in row.dims if is_off(size)))
+    return list(sizes)
+
+
+def _advise_on_sizes(facts: Facts, sizes: Iterable[int]) -> Remedy:
+    """Choose what makes dimensions fit the tiles. sizes: those that do not fit."""
+    changes = _keep_flags(suggest_size(facts, size, enlarge(size)) for size in sizes)[:MAX_SHOWN]
+    advice = "; ".join(changes) or "make the dimensions of these products multiples of 64 (at least 8)"
+    return Remedy(advice, _list_flags(changes))
+
+
+def _list_flags(changes: Iterable[str]) -> tuple[str, ...]:
+    """List the flags of changes such as "--hidden-size 1024 (now 1000)"."""
+    return tuple(change.partition(" (")[0] for change in changes if change.startswith("--"))
 
 
 def _look_at_tensor_cores(facts: Facts, one: RankFacts) -> Observation:
@@ -93,12 +115,12 @@ def _look_at_tensor_cores(facts: Facts, one: RankFacts) -> Observation:
     seen = Evidence(text, one.where())
     slow_ms = kernels.matrix_ms - kernels.tensor_core_ms - kernels.maybe_tensor_core_ms
     if one.share(slow_ms) >= MATTERS:
-        in_fp32 = find_fp32_products(facts)
-        remedy = in_fp32.advice if in_fp32 else MULTIPLES
         reasons = list(kernels.without_tensor_cores.items())[:MAX_REASONS]
         why = [Evidence(f"{reason}: {one.of_step(ms)}") for reason, ms in reasons]
-        code = in_fp32.code if in_fp32 else "no-tensor-cores"
-        return saw_wrong(remedy, seen, *why, *dimensions, code=code)
+        in_fp32 = find_fp32_products(facts)
+        if in_fp32 is not None:
+            return saw_wrong(in_fp32.advice, seen, *why, *dimensions, code=in_fp32.code)
+        return saw_wrong(MULTIPLES, seen, *why, *dimensions, code="no-tensor-cores")
     if 2 * slow_ms > kernels.matrix_ms:
         record = "a run whose products are in 16 bits, or a larger part of the step"
         return could_not_look(seen, *dimensions, record=record)
@@ -110,11 +132,16 @@ def _look_at_tensor_cores(facts: Facts, one: RankFacts) -> Observation:
 NO_TENSOR_CORES = "this GPU has no tensor cores; audit a run on one that has"
 
 
+def _list_products(one: RankFacts) -> list[RooflineRow]:
+    """List the matrix products whose shapes are known."""
+    return [row for row in one.kernels.roofline if row.role is Role.GEMM]
+
+
 def _look_at_dimensions(one: RankFacts) -> Observation:
     """Tell whether dimensions of products fit the tiles, which shapes show on any device."""
     if one.time.on_gpu and WITHOUT_TENSOR_CORES.search(one.time.device or ""):
         return could_not_look(record=NO_TENSOR_CORES)
-    rows = [row for row in one.kernels.roofline if row.role is Role.GEMM and row.dims]
+    rows = [row for row in _list_products(one) if row.dims]
     if not rows:
         return could_not_look(record=Recording.SHAPES)
     odd = [row for row in rows if any(map(is_off, row.dims))]
@@ -125,9 +152,8 @@ def _look_at_dimensions(one: RankFacts) -> Observation:
     return saw(Evidence(text, one.where()))
 
 
-MIN_EFFICIENCY = (
-    0.05  # of the hardware's limit, which products of a GPU reach that are long enough to be more than a launch
-)
+# Of the hardware's limit, which products of a GPU reach that are long enough to be more than a launch.
+MIN_EFFICIENCY = 0.05
 MIN_FLOPS_PER_SECOND = 1e9  # of a core without vector units; what takes longer on a CPU is not spent on arithmetic
 MAX_FP32_SHARE = 0.10  # of the step: a few fp32 products (router, loss) belong to mixed precision
 
@@ -150,23 +176,30 @@ def find_fp32_products(facts: Facts, one: RankFacts) -> Finding | Observation:
     False alarm: an fp32 reference run, made on purpose.
     """
     device = one.time.device or ""
-    rows = [row for row in one.kernels.rows if row.tensor_cores is TensorCores.NO and row.precision == "fp32"]
-    ms = sum(row.ms for row in rows) if one.time.on_gpu else _measure_fp32_on_cpu(facts, one)
-    ms = min(ms, _limit_to_computing(one, ms))
+    rows = _list_without_tensor_cores(one, "fp32")
+    taken_ms = sum(row.ms for row in rows) if one.time.on_gpu else _measure_fp32_on_cpu(facts, one)
+    ms = min(taken_ms, _limit_to_computing(one, taken_ms))
     if WITHOUT_TENSOR_CORES.search(device):
         return could_not_look(record=NO_TENSOR_CORES)
     if one.share(ms) < MAX_FP32_SHARE:
         is_known = one.time.on_gpu or facts.hardware.bf16_products is True
         text = f"products in fp32 that 16 bits would shorten take {one.of_step(ms)}"
         return saw(Evidence(text, one.where())) if is_known else could_not_look(record=Recording.RUN_FOLDER)
-    flag = "--fp16" if "V100" in device else "--bf16"
-    gain = _bound_gain(one, ms, flag.removeprefix("--"))
-    seen = Evidence(f"fp32 products (matrices, attention, convolution) take {one.of_step(ms)}", one.where())
-    texts = (f"{row.short}: {row.ms:,.2f} ms, {significant(row.per_step)} per step" for row in rows[:2])
-    shown = [Evidence(text, row.phase) for text, row in zip(texts, rows)]
-    advice = f"train in mixed precision: {flag}"
-    found = build_time_finding(ms if gain is None else gain, (seen, *shown), advice, (flag,), rank=one.time.rank)
-    return replace(found, gain_ms=gain)
+    evidence = [Evidence(f"fp32 products (matrices, attention, convolution) take {one.of_step(ms)}", one.where())]
+    for row in rows[:2]:
+        times = f"{row.ms:,.2f} ms, {significant(row.per_step)} per step"
+        evidence.append(Evidence(f"{row.short}: {times}", row.phase))
+    precision = "fp16" if "V100" in device else "bf16"
+    flag = f"--{precision}"
+    gain_ms = _bound_gain(one, ms, precision)
+    return Finding(
+        cost_ms=ms if gain_ms is None else gain_ms,
+        gain_ms=gain_ms,
+        evidence=tuple(evidence),
+        advice=f"train in mixed precision: {flag}",
+        flags=(flag,),
+        rank=one.time.rank,
+    )
 
 
 def _measure_fp32_on_cpu(facts: Facts, one: RankFacts) -> float:
@@ -182,7 +215,9 @@ def _measure_fp32_on_cpu(facts: Facts, one: RankFacts) -> float:
 
 
 def _bound_gain(one: RankFacts, ms: float, precision: str) -> float | None:
-    """What 16 bits save at best: by both peaks, else by the FLOPs at the 16-bit peak; None where that is unknown.
+    """Bound what 16 bits save, in ms per step; None where the 16-bit peak is unknown.
+
+    The bound is by the peaks of both formats, else by the FLOPs at the 16-bit peak.
 
     Args:
         one: the rank that multiplies.
@@ -196,14 +231,19 @@ def _bound_gain(one: RankFacts, ms: float, precision: str) -> float | None:
         return ms * (1 - full / half)
     if not half:
         return None
-    flops = sum(row.flops for row in one.kernels.roofline if row.role in MATRIX_ROLES and row.dtype == "fp32")
+    flops = sum(row.flops for row in _list_fp32_shapes(one))
     return max(0.0, ms - flops / half / 1e9)
 
 
+def _list_fp32_shapes(one: RankFacts) -> list[RooflineRow]:
+    """List the products and attention in fp32 whose shapes are known."""
+    shaped = [row for row in one.kernels.roofline if row.role in MATRIX_ROLES]
+    return [row for row in shaped if row.dtype == "fp32"]
+
+
 def _limit_to_computing(one: RankFacts, ms: float) -> float:
-    """The part of `ms` that fp32 products can need for their arithmetic and memory,
-    even far below the hardware's limits."""
-    shaped = [row for row in one.kernels.roofline if row.role in MATRIX_ROLES and row.dtype == "fp32" and row.ms > 0]
+    """Limit ms to what fp32 products can need for their arithmetic and memory, even far below the hardware's limits."""
+    shaped = [row for row in _list_fp32_shapes(one) if row.ms > 0]
     total_ms = sum(row.ms for row in shaped)
     if not total_ms:
         return ms
@@ -231,7 +271,7 @@ def find_slow_16_bit_products(facts: Facts) -> Finding | Observation:
     Flags: without --fp16 and --bf16; --bf16 where the processor multiplies it.
     False alarm: a rehearsal on a CPU of what a GPU is meant to run.
     """
-    precision, one = facts.plan.precision, facts.critical
+    precision = facts.plan.precision
     if not facts.plan.device:
         return could_not_look(record=Recording.RUN_FOLDER)
     if facts.plan.device != "cpu" or precision not in SIXTEEN_BITS:
@@ -243,21 +283,27 @@ def find_slow_16_bit_products(facts: Facts) -> Finding | Observation:
         return saw(Evidence(f"this processor has units for {precision}", RUN_FILE))
     if has_units is None and precision == "bf16":
         return could_not_look(record=Recording.RUN_FOLDER)
-    cost, seen = None, [Evidence(f"the run is in {precision}, for which this processor has no units", "run.json")]
+    evidence = [Evidence(f"the run is in {precision}, for which this processor has no units", RUN_FILE)]
+    cost = None
+    one = facts.critical
     if one is not None:
         cost = sum(one.kernels.roles.get(role, 0.0) for role in MATRIX_ROLES)
-        seen.append(Evidence(f"matrix products and attention take {one.of_step(cost)}", one.where()))
+        taken = Evidence(f"matrix products and attention take {one.of_step(cost)}", one.where())
         if one.share(cost) < MAX_FP32_SHARE:
-            return saw(seen[1])
-    flag = "--bf16" if facts.hardware.bf16_products is True else ""
-    advice = f"use {flag} instead of --{precision}" if flag else f"use fp32: leave out --{precision}"
+            return saw(taken)
+        evidence.append(taken)
+    remedy = Remedy(f"use fp32: leave out --{precision}")
+    if hardware.bf16_products is True:
+        remedy = Remedy(f"use --bf16 instead of --{precision}", ("--bf16",))
     rank = one.time.rank if one is not None else None
-    return build_time_finding(cost, seen, advice, (flag,) if flag else (), certain=False, rank=rank)
+    return build_time_finding(cost, evidence, remedy.advice, remedy.flags, certain=False, rank=rank)
 
 
 MAX_ODD_SHARE = 0.10  # of the step in products with odd dimensions, whose cost the tiles alone do not tell
 HALF_BYTES = 2  # an element of fp16 or bf16
-LOAD, TILE, WIDE_TILE = least_multiple(HALF_BYTES), best_multiple(HALF_BYTES), USUAL_TILE  # 8, 64, 128
+LOAD = least_multiple(HALF_BYTES)  # 8
+TILE = best_multiple(HALF_BYTES)  # 64
+WIDE_TILE = USUAL_TILE  # 128
 NEAR = 0.05  # a dimension may grow by so much to reach a multiple of 128
 MAX_SHAPES_SHOWN = 4
 
@@ -280,18 +326,28 @@ def find_matmul_shapes(facts: Facts, one: RankFacts) -> Finding | Observation:
     """
     if not one.kernels.roofline:
         return could_not_look(record=Recording.SHAPES)
-    rows = [row for row in one.kernels.roofline if row.role is Role.GEMM and any(map(is_off, row.dims))]
+    rows = [row for row in _list_products(one) if any(map(is_off, row.dims))]
     rows.sort(key=lambda row: -row.ms)
-    ms, cost = sum(row.ms for row in rows), sum(row.ms * _padding(row.dims) for row in rows)
-    odd = sum(row.ms for row in rows if any(size > LOAD and size % LOAD for size in row.dims))
+    taken_ms = sum(row.ms for row in rows)
+    padding_ms = sum(row.ms * _padding(row.dims) for row in rows)
+    odd_ms = sum(row.ms for row in rows if _has_odd(row.dims))
     sizes = dict.fromkeys(size for row in rows for size in row.dims if is_off(size))
     changes = _keep_flags(dict.fromkeys(suggest_size(facts, size, enlarge(size)) for size in sizes))
-    shown = [_describe_product(facts, row) for row in rows[:MAX_SHAPES_SHOWN]]
-    text = f"products with such dimensions take {one.of_step(ms)}"
-    advice = "; ".join(changes[:MAX_SHAPES_SHOWN])
-    flags = tuple(change.partition(" (")[0] for change in changes if change.startswith("--"))
-    limit = 0.0 if one.share(odd) >= MAX_ODD_SHARE else MIN_SHARE_SHOWN
-    return find_lost_time(one, cost, text, advice, *shown, flags=flags, certain=one.time.on_gpu, at_least=limit)
+    return find_lost_time(
+        one,
+        padding_ms,
+        f"products with such dimensions take {one.of_step(taken_ms)}",
+        "; ".join(changes[:MAX_SHAPES_SHOWN]),
+        *(_describe_product(facts, row) for row in rows[:MAX_SHAPES_SHOWN]),
+        flags=_list_flags(changes),
+        certain=one.time.on_gpu,
+        at_least=0.0 if one.share(odd_ms) >= MAX_ODD_SHARE else MIN_SHARE_SHOWN,
+    )
+
+
+def _has_odd(dims: tuple[int, ...]) -> bool:
+    """Whether a dimension is large and no multiple of 8, so that more than padding may be lost."""
+    return any(size > LOAD and size % LOAD for size in dims)
 
 
 def _describe_product(facts: Facts, row: RooflineRow) -> Evidence:
@@ -301,12 +357,19 @@ def _describe_product(facts: Facts, row: RooflineRow) -> Evidence:
 
 
 def is_off(dimension: int) -> bool:
-    """No multiple of 8, or large and no multiple of 64. Dimensions up to 8 are another matter: batches, heads."""
-    return dimension > LOAD and (dimension % LOAD != 0 or dimension > TILE and dimension % TILE != 0)
+    """Whether a dimension is no multiple of 8, or large and no multiple of 64.
+
+    Dimensions up to 8 are another matter: batches, heads.
+    """
+    if dimension <= LOAD:
+        return False
+    if dimension % LOAD:
+        return True
+    return dimension > TILE and dimension % TILE != 0
 
 
 def enlarge(dimension: int) -> int:
-    """What to pad to: 1000 -> 1024, 50257 -> 50304, 20 -> 24, 72 -> 128."""
+    """Choose what to pad a dimension to: 1000 -> 1024, 50257 -> 50304, 20 -> 24, 72 -> 128."""
     if dimension < TILE:
         return padded(dimension, LOAD)
     wide = padded(dimension, WIDE_TILE)
@@ -314,8 +377,9 @@ def enlarge(dimension: int) -> int:
 
 
 def _padding(dims: tuple[int, ...]) -> float:
-    """Share of the tiles' work that is padding."""
-    return 1 - math.prod(dimension / padded(dimension, TILE) for dimension in dims if dimension > TILE)
+    """Compute the share of the tiles' work that is padding."""
+    large = [dimension for dimension in dims if dimension > TILE]
+    return 1 - math.prod(dimension / padded(dimension, TILE) for dimension in large)
 
 
 REACHES = 0.35  # of its floor's rate: libraries reach half on ordinary shapes
@@ -337,33 +401,61 @@ def find_below_roofline(facts: Facts, one: RankFacts) -> Finding | Observation:
     Flags: --micro-batch-size, --bf16, --attention-backend auto, --hidden-size and --kv-channels in multiples of 64.
     False alarm: a GPU that is throttled or shared; then all kernels are low.
     """
-    bounded = [
-        (row, row.bound_ms, row.efficiency)
-        for row in one.kernels.roofline
-        if row.role in MATRIX_ROLES and row.bound_ms is not None and row.efficiency is not None
-    ]
+    bounded = list(_list_bounded(one))
     if not bounded:
         return could_not_look(record=Recording.SHAPES)
-    low = [part for part in bounded if part[2] < REACHES and one.share(part[0].ms) >= MIN_SHARE_SHOWN]
-    low.sort(key=lambda part: part[1] - part[0].ms)
-    cost = sum(row.ms - bound_ms for row, bound_ms, _ in low)
-    shown, slow = [], [row for row, *_ in low]
-    for row, bound_ms, efficiency in low[:MAX_SHOWN]:
-        floor = f"{in_ms(bound_ms)} is the floor ({efficiency:.0%}, bound by {row.bound_by})"
-        what = f"{name_layer(facts, row.dims)} {row.operator} {row.shape}"
-        shown.append(Evidence(f"{what}: {in_ms(row.ms)} where {floor}", row.phase))
+    low = [part for part in bounded if part.efficiency < REACHES]
+    low = [part for part in low if one.share(part.row.ms) >= MIN_SHARE_SHOWN]
+    low.sort(key=lambda part: part.bound_ms - part.row.ms)
+    cost = sum(part.row.ms - part.bound_ms for part in low)
+    remedies = list(_list_faster_ways([part.row for part in low]))
+    return find_lost_time(
+        one,
+        cost,
+        f"time above the floor: {one.of_step(cost)}",
+        "; ".join(remedy.advice for remedy in remedies),
+        *(_describe_slow_product(facts, part) for part in low[:MAX_SHOWN]),
+        flags=tuple(flag for remedy in remedies for flag in remedy.flags),
+        certain=False,
+        at_least=MAX_SHARE_ABOVE_FLOOR,
+    )
+
+
+@dataclass(frozen=True)
+class BoundedProduct:
+    """A product whose least time on this device is known."""
+
+    row: RooflineRow
+    bound_ms: float  # per step, by the device's peaks
+    efficiency: float  # the bound over what it takes
+
+
+def _list_bounded(one: RankFacts) -> Iterator[BoundedProduct]:
+    """List products and attention whose operations or bytes, and the device's peaks, are known."""
+    for row in one.kernels.roofline:
+        if row.role in MATRIX_ROLES and row.bound_ms is not None and row.efficiency is not None:
+            yield BoundedProduct(row, row.bound_ms, row.efficiency)
+
+
+def _describe_slow_product(facts: Facts, part: BoundedProduct) -> Evidence:
+    """Describe what a product takes, and what it would take at the device's limit."""
+    row = part.row
+    what = f"{name_layer(facts, row.dims)} {row.operator} {row.shape}"
+    floor = f"{in_ms(part.bound_ms)} is the floor ({part.efficiency:.0%}, bound by {row.bound_by})"
+    return Evidence(f"{what}: {in_ms(row.ms)} where {floor}", row.phase)
+
+
+def _list_faster_ways(slow: Sequence[RooflineRow]) -> Iterator[Remedy]:
+    """List what may make slow products faster, of what they do not have yet."""
     products = [row for row in slow if row.role is not Role.ATTENTION]
-    remedies = {  # only what these rows do not have yet
-        ("another attention kernel", "--attention-backend auto"): len(products) < len(slow),
-        ("larger products", "--micro-batch-size"): bool(products),
-        ("dimensions in multiples of 64", ""): any(is_off(size) for row in products for size in row.dims),
-        ("16 bits", "--bf16"): any(row.dtype == "fp32" for row in slow),
-    }
-    fitting = [remedy for remedy, fits in remedies.items() if fits]
-    advice = "; ".join(text for text, _ in fitting)
-    flags = tuple(flag for _, flag in fitting if flag)
-    seen = f"time above the floor: {one.of_step(cost)}"
-    return find_lost_time(one, cost, seen, advice, *shown, flags=flags, certain=False, at_least=MAX_SHARE_ABOVE_FLOOR)
+    if len(products) < len(slow):
+        yield Remedy("another attention kernel", ("--attention-backend auto",))
+    if products:
+        yield Remedy("larger products", ("--micro-batch-size",))
+    if any(is_off(size) for row in products for size in row.dims):
+        yield Remedy("dimensions in multiples of 64")
+    if any(row.dtype == "fp32" for row in slow):
+        yield Remedy("16 bits", ("--bf16",))
 
 
 FIT = 128  # the multiple that is enough
@@ -382,30 +474,44 @@ def find_vocabulary_padding(facts: Facts, one: RankFacts) -> Finding | Observati
     Flags: --make-vocab-size-divisible-by 128; no --padded-vocab-size beyond it.
     False alarm: padding that a checkpoint or tensor parallelism asks for.
     """
-    padded, used = facts.shape.padded_vocab_size, facts.plan.vocab_size
-    if not padded or not used:
+    padded_size = facts.shape.padded_vocab_size
+    used = facts.plan.vocab_size
+    if not padded_size or not used:
         return could_not_look(record=Recording.RUN_FOLDER)
-    if padded <= -(-used // FIT) * FIT:
-        return saw(Evidence(f"{used:,} of {padded:,} rows of the vocabulary are used", RUN_FILE))
-    ms = sum(row.ms for row in one.kernels.roofline if row.role is Role.GEMM and padded in row.dims)
-    cost = ms * (padded - used) / padded
+    if padded_size <= padded(used, FIT):
+        return saw(Evidence(f"{used:,} of {padded_size:,} rows of the vocabulary are used", RUN_FILE))
+    products = [row for row in _list_products(one) if padded_size in row.dims]
+    taken_ms = sum(row.ms for row in products)
+    cost = taken_ms * (padded_size - used) / padded_size
     text = (
-        f"{count(used)} of {count(padded)} rows are used; products with them take {in_ms(ms)}, the padding "
-        f"{one.of_step(cost)}"
+        f"{count(used)} of {count(padded_size)} rows are used; products with them take {in_ms(taken_ms)}, "
+        f"the padding {one.of_step(cost)}"
     )
-    advice = f"pad the vocabulary to a multiple of {FIT} only: --make-vocab-size-divisible-by {FIT}"
-    flags = (f"--make-vocab-size-divisible-by {FIT}",)
-    return find_lost_time(one, cost, text, advice, flags=flags, cheap=True)
+    flag = f"--make-vocab-size-divisible-by {FIT}"
+    advice = f"pad the vocabulary to a multiple of {FIT} only: {flag}"
+    return find_lost_time(one, cost, text, advice, flags=(flag,), cheap=True)
 
 
 # --- which layer a matrix product is, and which flag makes a dimension: by the run's own shape
 
 
 def name_layer(facts: Facts, dims: tuple[int, ...]) -> str:
-    """ "MLP fc1", by two of the product's three dimensions in any order (backward transposes).
+    """Name the layer of a product, as in "MLP fc1".
 
-    The third should be the micro-batch's tokens: these may number as many as another layer's features.
+    It is known by two of the product's three dimensions, in any order (backward transposes). The third should be the
+    micro-batch's tokens: these may number as many as another layer's features.
     """
+    fitting = {}
+    for name, (hidden, features) in _list_weights(facts).items():
+        weights = Counter((hidden, features))
+        if not weights - Counter(dims):
+            fitting[name] = Counter(dims) - weights
+    tokens = Counter([facts.micro_batch_tokens])
+    return min(fitting, key=lambda name: fitting[name] != tokens, default="product")
+
+
+def _list_weights(facts: Facts) -> dict[str, tuple[int, int]]:
+    """List the sizes of each layer's weights, by the run's plan; {} where it does not tell all of them."""
     shape = facts.shape
     values = [
         shape.hidden_size,
@@ -417,30 +523,30 @@ def name_layer(facts: Facts, dims: tuple[int, ...]) -> str:
     ]
     known = [value for value in values if value is not None]
     if len(known) < len(values):
-        return "product"
+        return {}
     hidden, ffn, width, heads, groups, vocabulary = known
-    fc1 = ffn * (2 if shape.activation == "swiglu" else 1)
-    layers = [
-        ("output projection to the vocabulary", vocabulary),
-        *([("MLP", ffn)] if fc1 == ffn else [("MLP fc1", fc1), ("MLP fc2", ffn)]),
-        ("attention QKV projection", (heads + 2 * groups) * width),
-        ("attention output projection", heads * width),
-    ]
-    fitting = [(name, Counter((hidden, features))) for name, features in layers]
-    fitting = [(name, Counter(dims) - pair) for name, pair in fitting if not pair - Counter(dims)]
-    tokens = Counter([facts.micro_batch_tokens])
-    return min(fitting, key=lambda one: one[1] != tokens)[0] if fitting else "product"
+    weights = {"output projection to the vocabulary": (hidden, vocabulary)}
+    if shape.activation == "swiglu":
+        weights["MLP fc1"] = (hidden, 2 * ffn)
+        weights["MLP fc2"] = (hidden, ffn)
+    else:
+        weights["MLP"] = (hidden, ffn)
+    weights["attention QKV projection"] = (hidden, (heads + 2 * groups) * width)
+    weights["attention output projection"] = (hidden, heads * width)
+    return weights
 
 
 def _keep_flags(changes: Iterable[str]) -> list[str]:
-    """Without the sizes that no flag names, where flags name others: those follow,
-    as the QKV projection's follows the width."""
+    """Leave out sizes that no flag names, where flags name others.
+
+    Those sizes follow, as the QKV projection's follows the width.
+    """
     listed = list(changes)
     return [change for change in listed if change.startswith("--")] or listed
 
 
 def _name_companion(facts: Facts, name: str, wanted: int) -> str:
-    """The flag without which this run would refuse the size `wanted`; '' where it would take it."""
+    """Name the flag without which this run would refuse the size `wanted`; "" where it would take it."""
     heads = facts.shape.num_attention_heads
     if name == "hidden_size" and heads and wanted % heads and not facts.settings.kv_channels:
         fewer = max(part for part in range(1, heads + 1) if wanted % part == 0)
@@ -452,7 +558,13 @@ def _name_companion(facts: Facts, name: str, wanted: int) -> str:
 
 
 def suggest_size(facts: Facts, dimension: int, wanted: int) -> str:
-    """What to change to turn `dimension` into `wanted`: "--hidden-size 1024 (now 1000)"."""
+    """Advise what turns `dimension` into `wanted`, as in "--hidden-size 1024 (now 1000)".
+
+    Args:
+        facts: The run.
+        dimension: A dimension of its products.
+        wanted: What it should be.
+    """
     shape = facts.shape
     sizes = {
         "hidden_size": shape.hidden_size,
@@ -462,7 +574,8 @@ def suggest_size(facts: Facts, dimension: int, wanted: int) -> str:
     }
     for name, value in sizes.items():
         if value == dimension:
-            return f"--{name.replace('_', '-')} {wanted}{_name_companion(facts, name, wanted)} (now {dimension})"
+            flag = f"--{name.replace('_', '-')} {wanted}"
+            return f"{flag}{_name_companion(facts, name, wanted)} (now {dimension})"
     if dimension == shape.padded_vocab_size:
         return f"--make-vocab-size-divisible-by 128 (the vocabulary has now {dimension} rows)"
     return f"pad {dimension} to {wanted}"

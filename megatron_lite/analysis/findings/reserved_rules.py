@@ -6,18 +6,19 @@ from megatron_lite.analysis.findings.base import (
     Finding,
     Observation,
     Recording,
+    Remedy,
     could_not_look,
     find_lost_memory,
     rule,
     saw,
 )
-from megatron_lite.analysis.memory.memory_results import Snapshot
+from megatron_lite.analysis.memory.memory_results import Fragmentation, Gathered, PrivatePool, Snapshot
 from megatron_lite.analysis.run_facts import Facts, sum_category
 from megatron_lite.units import MIB, counted, size
 
 MAX_SHOWN = 3
-# Of what is reserved; segments of 20 MiB leave some of each free by design.
-MAX_FRAGMENTED_SHARE, MIN_BYTES = 0.10, 256 * MIB
+MAX_FRAGMENTED_SHARE = 0.10  # of what is reserved: segments of 20 MiB leave some of each free by design
+MIN_BYTES = 256 * MIB
 HELPS = 0.05  # of what is reserved, that the replay must save to be worth a word
 EXPANDABLE_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
@@ -38,30 +39,56 @@ def find_fragmentation(facts: Facts) -> Finding | Observation:
     False alarm: a peak that was freed a moment before; then the reserve serves the next step.
     """
     # what is reserved at a single moment may be a cache that the next step fills
-    real = [(one.fragmentation, one) for one in facts.snapshots if not one.simulated and one.events]
-    held, worst = max(real, key=lambda pair: pair[0].reserved_bytes - pair[0].allocated_bytes, default=(None, None))
-    if held is None or worst is None:
+    recorded = [one for one in facts.snapshots if not one.simulated and one.events]
+    if not recorded:
         return could_not_look()
-    reserved, replayed = held.reserved_bytes, held.replay_reserved_bytes
-    unused, gain = reserved - held.allocated_bytes, None
-    if unused < max(MAX_FRAGMENTED_SHARE * reserved, MIN_BYTES):
-        return saw(Evidence(f"{size(unused)} of {size(reserved)} that are reserved lie between tensors", worst.source))
-    if held.expandable:
-        told = "expandable segments were on"
-    elif replayed is None:
-        told = "the record cannot be replayed, so that nothing is known of expandable segments"
-    else:
-        gain = reserved - replayed if reserved - replayed >= HELPS * reserved else None
-        would = f"save {size(gain)}" if gain else "not help"
-        told = f"replayed with expandable segments {size(replayed)} would be reserved: they would {would}"
-    text = f"{size(reserved)} are reserved for tensors of {size(held.allocated_bytes)}: {size(unused)} lie between them"
-    advice = (
-        f"let segments grow: {EXPANDABLE_SEGMENTS}"
-        if gain
-        else "keep batch and sequence length constant, so that freed pieces fit again"
+    worst = max(recorded, key=lambda one: _measure_between(one.fragmentation))
+    held = worst.fragmentation
+    reserved = size(held.reserved_bytes)
+    unused_bytes = _measure_between(held)
+    if unused_bytes < max(MAX_FRAGMENTED_SHARE * held.reserved_bytes, MIN_BYTES):
+        return saw(Evidence(f"{size(unused_bytes)} of {reserved} that are reserved lie between tensors", worst.source))
+    text = f"{reserved} are reserved for tensors of {size(held.allocated_bytes)}: {size(unused_bytes)} lie between them"
+    gain_bytes = _measure_replayed_gain(held)
+    remedy = GROWING_SEGMENTS if gain_bytes else CONSTANT_SIZES
+    return find_lost_memory(
+        worst,
+        unused_bytes,
+        gain_bytes,
+        text,
+        remedy.advice,
+        Evidence(_describe_replay(held, gain_bytes)),
+        flags=remedy.flags,
+        certain=gain_bytes is not None,
     )
-    flags, certain = (EXPANDABLE_SEGMENTS,) if gain else (), gain is not None
-    return find_lost_memory(worst, unused, gain, text, advice, Evidence(told), flags=flags, certain=certain)
+
+
+GROWING_SEGMENTS = Remedy(f"let segments grow: {EXPANDABLE_SEGMENTS}", (EXPANDABLE_SEGMENTS,))
+CONSTANT_SIZES = Remedy("keep batch and sequence length constant, so that freed pieces fit again")
+
+
+def _measure_between(held: Fragmentation) -> int:
+    """Measure what is reserved and lies between tensors, in bytes."""
+    return held.reserved_bytes - held.allocated_bytes
+
+
+def _measure_replayed_gain(held: Fragmentation) -> int | None:
+    """Measure what expandable segments save in a replay, in bytes; None where it is little or not known."""
+    if held.expandable or held.replay_reserved_bytes is None:
+        return None
+    gain_bytes = held.reserved_bytes - held.replay_reserved_bytes
+    return gain_bytes if gain_bytes >= HELPS * held.reserved_bytes else None
+
+
+def _describe_replay(held: Fragmentation, gain_bytes: int | None) -> str:
+    """Describe whether expandable segments would help. gain_bytes: what they save; None for too little."""
+    if held.expandable:
+        return "expandable segments were on"
+    if held.replay_reserved_bytes is None:
+        return "the record cannot be replayed, so that nothing is known of expandable segments"
+    would = f"save {size(gain_bytes)}" if gain_bytes else "not help"
+    replayed = size(held.replay_reserved_bytes)
+    return f"replayed with expandable segments {replayed} would be reserved: they would {would}"
 
 
 SHARE_POOL = "torch.cuda.graph(..., pool=torch.cuda.graph_pool_handle())"
@@ -84,37 +111,51 @@ def find_private_pool(facts: Facts) -> Finding | Observation:
         --cuda-graph-max-bs.
     False alarm: graphs that pay for their memory, on a device that has room.
     """
-    real = [one for one in facts.snapshots if one.private_pools and not one.simulated]
-    most = max(real, key=_measure_unused, default=None)
+    recorded = [one for one in facts.snapshots if not one.simulated]
+    most = max((one for one in recorded if one.private_pools), key=_measure_unused, default=None)
     if most is None:
-        recorded = [one.source for one in facts.snapshots if not one.simulated]
-        return saw(Evidence("no private pool", recorded[0])) if recorded else could_not_look()
-    if _measure_unused(most) < max(MAX_FRAGMENTED_SHARE * _measure_reserved(most), MIN_BYTES):
-        return saw(Evidence(f"{size(_measure_unused(most))} lie free in private pools", most.source))
-    pools, unused = most.private_pools, _measure_unused(most)
-    owner = "CUDA graphs" if all(pool.of_graphs for pool in pools) else "CUDA graphs or a torch.cuda.MemPool"
+        return saw(Evidence("no private pool", recorded[0].source)) if recorded else could_not_look()
+    unused_bytes = _measure_unused(most)
+    if unused_bytes < max(MAX_FRAGMENTED_SHARE * _measure_reserved(most), MIN_BYTES):
+        return saw(Evidence(f"{size(unused_bytes)} lie free in private pools", most.source))
+    pools = most.private_pools
     plural = "s" if len(pools) > 1 else ""
-    text = f"{size(unused)} lie free in {len(pools)} private pool{plural} of {owner}, out of reach of other requests"
-    shown = []
-    for pool in pools[:MAX_SHOWN]:
-        of_pool = (
-            f"pool {pool.pool}: {size(pool.reserved_bytes)} reserved, {size(pool.allocated_bytes)} held by tensors"
-        )
-        shown.append(Evidence(of_pool, pool.site or most.source))
-    gain = sum(pool.reserved_bytes for pool in pools) - pools[0].reserved_bytes
+    owner = "CUDA graphs"
     advice = f"share one pool among the graphs ({SHARE_POOL}), or capture fewer sizes"
     if not all(pool.of_graphs for pool in pools):
+        owner += " or a torch.cuda.MemPool"
         advice += "; keep out of use_mem_pool what need not be there"
-    certain = most.ran_out
-    return find_lost_memory(most, unused, gain or None, text, advice, *shown, certain=certain)
+    lie_free = f"{size(unused_bytes)} lie free in {len(pools)} private pool{plural} of {owner}"
+    text = f"{lie_free}, out of reach of other requests"
+    shown = [Evidence(_describe_pool(pool), pool.site or most.source) for pool in pools[:MAX_SHOWN]]
+    # of pools that are shared the largest one remains
+    gain_bytes = sum(pool.reserved_bytes for pool in pools[1:])
+    return find_lost_memory(
+        most,
+        unused_bytes,
+        gain_bytes or None,
+        text,
+        advice,
+        *shown,
+        certain=most.ran_out,
+    )
+
+
+def _describe_pool(pool: PrivatePool) -> str:
+    """Describe what a private pool reserves, and what of it tensors hold."""
+    reserved = f"{size(pool.reserved_bytes)} reserved"
+    return f"pool {pool.pool}: {reserved}, {size(pool.allocated_bytes)} held by tensors"
 
 
 def _measure_unused(one: Snapshot) -> int:
+    """Measure what lies free in private pools, in bytes."""
     return sum(max(pool.reserved_bytes - pool.allocated_bytes, 0) for pool in one.private_pools)
 
 
 def _measure_reserved(one: Snapshot) -> int:
-    return one.fragmentation.reserved_bytes + sum(pool.reserved_bytes for pool in one.private_pools)
+    """Measure what all pools reserve, in bytes."""
+    in_private_pools = sum(pool.reserved_bytes for pool in one.private_pools)
+    return one.fragmentation.reserved_bytes + in_private_pools
 
 
 MAX_AWAITING_SHARE = 0.10  # of the peak: less decides nothing
@@ -135,22 +176,23 @@ def find_awaiting_free(facts: Facts, most: Snapshot) -> Finding | Observation:
     Flags: none; PYTORCH_CUDA_ALLOC_CONF does not help.
     False alarm: a moment that passes before anything large is asked for.
     """
-    held = sum_category(most, "awaiting free")
-    text = f"{size(held)} of the peak of {size(most.peak_bytes)} were given back and wait for another stream"
-    if held < max(MAX_AWAITING_SHARE * most.peak_bytes, MIN_BYTES):
+    held_bytes = sum_category(most, "awaiting free")
+    text = f"{size(held_bytes)} of the peak of {size(most.peak_bytes)} were given back and wait for another stream"
+    if held_bytes < max(MAX_AWAITING_SHARE * most.peak_bytes, MIN_BYTES):
         return saw(Evidence(text, most.source))
     sites = [site for site in most.sites if site.category == "awaiting free"]
-    shown = (
-        Evidence(f"{size(site.num_bytes)} in {counted(site.blocks, 'piece')}", site.site) for site in sites[:MAX_SHOWN]
-    )
+    shown = []
+    for site in sites[:MAX_SHOWN]:
+        shown.append(Evidence(f"{size(site.num_bytes)} in {counted(site.blocks, 'piece')}", site.site))
     advice = (
         "wait for the other stream instead of Tensor.record_stream; FSDP1: keep limit_all_gathers=True; "
         "NCCL before torch 2.8: TORCH_NCCL_AVOID_RECORD_STREAMS=1"
     )
-    return find_lost_memory(most, held, held, text, advice, *shown)
+    return find_lost_memory(most, held_bytes, held_bytes, text, advice, *shown)
 
 
-MIN_GATHERED_SHARE, MIN_GATHERED = 0.20, 4  # of the peak; pieces
+MIN_GATHERED_SHARE = 0.20  # of the peak
+MIN_GATHERED = 4  # pieces
 MIN_WHOLE_SHARE = 0.75  # of the pieces that a phase gathers: with two layers at a time it is less
 RELEASES = {
     "DeepSpeed": (
@@ -163,7 +205,7 @@ RELEASES = {
     ),
     "FSDP2": "fully_shard(..., reshard_after_forward=True), and fewer modules prefetched",
 }
-RELEASES_OURS = "--use-torch-fsdp2 instead of --use-distributed-optimizer"
+RELEASES_OURS = Remedy("--use-torch-fsdp2 instead of --use-distributed-optimizer", ("--use-torch-fsdp2",))
 
 
 @rule("gathered-parameters", "gathered weights that stay whole", "memory", needs="snapshot")
@@ -187,20 +229,37 @@ def find_gathered_parameters(facts: Facts, most: Snapshot) -> Finding | Observat
     if gathered is None:
         return saw(Evidence("no gathered weights at the peak", most.source))
     pieces = counted(gathered.blocks, "piece")
-    held = f"{size(gathered.num_bytes)} of the peak of {size(most.peak_bytes)} are gathered weights in {pieces}"
+    text = f"{size(gathered.num_bytes)} of the peak of {size(most.peak_bytes)} are gathered weights in {pieces}"
     is_little = gathered.blocks < MIN_GATHERED or gathered.num_bytes < MIN_GATHERED_SHARE * most.peak_bytes
     if is_little or not facts.is_tight(most):
-        return saw(Evidence(held, most.source))
-    kept = 2 * gathered.kept_blocks >= gathered.blocks
-    now, in_phase = gathered.blocks - gathered.kept_blocks, gathered.gathered_in_phase
-    if not kept and (in_phase < MIN_GATHERED or now < MIN_WHOLE_SHARE * in_phase):
-        return saw(Evidence(held, most.source))
-    which = f"{now} of the {in_phase} pieces that {most.peak_phase or 'the phase'} gathers are whole at once"
-    if kept:
-        which = f"{gathered.kept_blocks} of them were gathered in a phase that was over"
-    seen = Evidence(which, gathered.site)
-    ours = facts.plan.sharding is not None and not facts.plan.sharding.gathers_twice
-    advice = RELEASES_OURS if ours else RELEASES.get(gathered.library, "give each layer's weights back after its use")
-    gain = gathered.num_bytes - 2 * gathered.num_bytes // gathered.blocks
-    flags = ("--use-torch-fsdp2",) if ours else ()
-    return find_lost_memory(most, gathered.num_bytes, gain, held, advice, seen, flags=flags, certain=kept)
+        return saw(Evidence(text, most.source))
+    kept = gathered.kept_blocks
+    in_phase = gathered.gathered_in_phase
+    at_once = gathered.blocks - kept
+    is_kept = 2 * kept >= gathered.blocks
+    is_most_of_phase = in_phase >= MIN_GATHERED and at_once >= MIN_WHOLE_SHARE * in_phase
+    if not is_kept and not is_most_of_phase:
+        return saw(Evidence(text, most.source))
+    which = f"{at_once} of the {in_phase} pieces that {most.peak_phase or 'the phase'} gathers are whole at once"
+    if is_kept:
+        which = f"{kept} of them were gathered in a phase that was over"
+    remedy = _advise_release(facts, gathered)
+    two_pieces_bytes = 2 * gathered.num_bytes // gathered.blocks
+    return find_lost_memory(
+        most,
+        gathered.num_bytes,
+        gathered.num_bytes - two_pieces_bytes,
+        text,
+        remedy.advice,
+        Evidence(which, gathered.site),
+        flags=remedy.flags,
+        certain=is_kept,
+    )
+
+
+def _advise_release(facts: Facts, gathered: Gathered) -> Remedy:
+    """Choose how the library that gathers gives each layer's weights back."""
+    sharding = facts.plan.sharding
+    if sharding is not None and not sharding.gathers_twice:
+        return RELEASES_OURS
+    return Remedy(RELEASES.get(gathered.library, "give each layer's weights back after its use"))

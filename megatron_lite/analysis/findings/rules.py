@@ -61,14 +61,14 @@ REFUSED_WITH_MODEL = ("--torch-compile", "--recompute-")  # beside --model, a mo
 
 @dataclass(frozen=True)
 class Judgement:
-    """What all rules say of a run."""
+    """All rules' answers to a run."""
 
     findings: tuple[Finding, ...]  # most costly first
     looks: Mapping[str, Observation]  # by code: what each rule saw that found nothing, or why it could not look
 
 
 def apply_rules(facts: Facts, gap: Callable[[str], object] | None = None) -> tuple[Finding, ...]:
-    """What the rules find, most costly first; see judge."""
+    """Ask all rules and return their findings, most costly first; see judge."""
     return judge(facts, gap).findings
 
 
@@ -115,7 +115,10 @@ def _adapt_words(found: Finding, facts: Facts) -> Finding:
 
 
 def _rounds_to_nothing(one: Finding) -> bool:
-    """Is its cost a time that a report would print as 0? A finding whose cost is not known, or is of bytes, stays."""
+    """Whether its cost is a time that a report would print as 0.
+
+    A finding whose cost is not known, or is of bytes, stays.
+    """
     return one.cost_ms is not None and one.cost_ms < MIN_COST_MS and not one.cost_bytes
 
 
@@ -132,9 +135,10 @@ def _rate(one: Finding, steps: int) -> tuple[int, float, int]:
 
 
 def _say_without_flags(found: Finding, watched: bool) -> Finding:
-    """For a script or a model that does not take these flags: what its finding says, in PyTorch's words.
+    """Word a finding in PyTorch's terms, for a script or a model that does not take these flags.
 
-    A flag that has none makes it what the rule's page says to do. Settings of the environment stay among the flags.
+    Where a flag has none, the finding says what the rule's page says to do. Settings of the environment stay among the
+    flags.
     """
     advice = in_torch_words(found.advice, watched)
     of_trainer = [flag for flag in found.flags if flag.startswith("--")]
@@ -158,14 +162,14 @@ def _say_without_flags(found: Finding, watched: bool) -> Finding:
 
 @dataclass(frozen=True)
 class RulePage:
-    """What is known of a rule, whatever it found in this run."""
+    """The page of a rule, whatever it found in this run."""
 
     subjects: tuple[str, ...]  # keys of the sections that show what it looks at
     text: str  # what `megatron-lite explain` prints of it
 
 
 def get_page(code: str) -> str | None:
-    """What `explain CODE` prints; None for no rule's code."""
+    """Build the text that `explain CODE` prints; None for no rule's code."""
     if code not in RULES:
         return None
     first, parts = RULES[code].page.split("\n\n", 1)
@@ -180,6 +184,6 @@ def get_page(code: str) -> str | None:
 
 
 def find_page(code: str) -> RulePage | None:
-    """What is known of a rule, for a report on what it found; None for no rule's code."""
+    """Find the page of a rule, for a report on what it found; None for no rule's code."""
     text = get_page(code)
     return None if text is None else RulePage(RULES[code].subjects, text)

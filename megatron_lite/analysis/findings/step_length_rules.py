@@ -46,7 +46,7 @@ ADVICE = {
 
 @rule("slow-steps", "some steps that take far longer", "run", "step", needs="run", record=Recording.LONGER_RUN)
 def find_some_slow_steps(facts: Facts, run: Run) -> Finding | Observation:
-    """Some steps take far longer than the typical one, again and again.
+    """A few steps take far longer than the typical one, again and again.
 
     Meaning: what comes in every n-th step (a loader that refills, workers that start again at each epoch, logging,
         garbage collection, work of the loop's own) costs little of the median step and much of the run. A trace of a
@@ -145,6 +145,7 @@ def _describe_slow_steps(found: SlowSteps) -> str:
 
 
 def _name_phase(phase: str) -> str:
+    """Name a phase, or the time that lies in none."""
     return "what is in no phase" if phase == OTHER_TIME else f"the phase {phase}"
 
 
@@ -158,8 +159,10 @@ def _find_same(facts: Facts, causes: Sequence[Rule], lost_ms: float) -> Finding 
 
 
 def doubt_window(facts: Facts) -> str:
-    """Why the window of a trace does not speak for the run: slow steps that it does not hold, or steps that get slower;
-    '' where it does."""
+    """Say why the window of a trace does not speak for the run; "" where it does.
+
+    It may hold none of the slow steps, or steps may get slower.
+    """
     run = facts.run
     if run is None:
         return ""

@@ -18,13 +18,17 @@ WINDOW = "--profile-step-start 10 --profile-step-end 15"
 
 
 def look_at_clock(case: CheckCase) -> Observation:
-    """Tell whose clock the times are from: CUDA events, a trace of a GPU, or on a CPU the host's,
-    which is the device's."""
-    run, one = case.facts.run, case.facts.critical
+    """Tell whose clock the times are from.
+
+    These may be CUDA events, a trace of a GPU, or on a CPU the host's clock, which is the device's.
+    """
+    run = case.facts.run
+    one = case.facts.critical
     gpu_ms = measure_ordinary(run, run.gpu_ms) if run else None
     if run is not None and gpu_ms is not None:
-        number = (run.ordinary & ~np.isnan(run.gpu_ms)).sum()
-        text = f"median {in_ms(gpu_ms)} between CUDA events (gpu_ms) in {counted(number, 'typical step')}"
+        is_timed = run.ordinary & ~np.isnan(run.gpu_ms)
+        steps = counted(is_timed.sum(), "typical step")
+        text = f"median {in_ms(gpu_ms)} between CUDA events (gpu_ms) in {steps}"
         return saw(Evidence(text, STEPS_FILE), _count_steps(run))
     if one is not None and one.time.on_gpu:
         return _look_at_traced_clock(one)
@@ -71,7 +75,8 @@ def _count_steps(run: Run) -> Evidence:
         "compiling": run.compiling.sum(),
         "evaluating or saving": (run.evaluating | run.saving).sum(),
     }
-    text = f"{run.ordinary.sum():,} of {run.steps:,} steps count; left out: the first, steps beside a profile"
+    number = run.ordinary.sum()
+    text = f"{number:,} of {run.steps:,} steps count; left out: the first, steps beside a profile"
     for what, number in reasons.items():
         if number:
             text += f", {number} {what}"
@@ -80,13 +85,17 @@ def _count_steps(run: Run) -> Evidence:
 
 def _list_left_out(one: RankFacts) -> list[Evidence]:
     """Name the trace's steps that do not count; [] where all do."""
-    left_out = [f"{step.name} ({step.why_not or 'not steady'})" for step in one.time.steps if not step.steady]
-    return [Evidence(f"left out: {', '.join(left_out)}", one.where())] if left_out else []
+    steps = [step for step in one.time.steps if not step.steady]
+    if not steps:
+        return []
+    names = [f"{step.name} ({step.why_not or 'not steady'})" for step in steps]
+    return [Evidence(f"left out: {', '.join(names)}", one.where())]
 
 
 def look_at_steady_state(case: CheckCase) -> Observation:
     """Tell the step's time without the first step and other disturbed ones."""
-    run, one = case.facts.run, case.facts.critical
+    run = case.facts.run
+    one = case.facts.critical
     number = run.ordinary.sum() if run else 0
     if run and run.steady_step_ms is not None and number >= MIN_RANK_STEPS:
         text = f"median {in_ms(run.steady_step_ms)} of {counted(number, 'typical step')}"
@@ -98,25 +107,29 @@ def look_at_steady_state(case: CheckCase) -> Observation:
         return saw_wrong(remedy, _count_steps(run))
     if one is None:
         return could_not_look()
-    steady = sum(step.steady for step in one.time.steps)
-    text = f"mean {in_ms(one.time.step_ms)} of {counted(steady, 'steady step')} of {len(one.time.steps)} in the trace"
+    steps = one.time.steps
+    steady = sum(step.steady for step in steps)
+    of_steps = f"{counted(steady, 'steady step')} of {len(steps)} in the trace"
+    text = f"mean {in_ms(one.time.step_ms)} of {of_steps}"
     seen = [Evidence(text, one.where()), *_list_left_out(one)]
     return saw(*seen) if steady >= MIN_TRACED_STEPS else could_not_look(*seen)
 
 
 def look_at_profile(case: CheckCase) -> Observation:
     """Tell where the trace says to begin, and whether that is true of the run without a profiler."""
-    run, one = case.facts.run, case.facts.critical
+    run = case.facts.run
+    one = case.facts.critical
     if one is None or not one.time.step_ms > 0:
         return could_not_look()
-    unexplained = one.time.rows.get("unexplained", 0.0)
-    if one.share(unexplained) > MAX_UNEXPLAINED:
-        seen = Evidence(f"unexplained: {one.of_step(unexplained)}", one.where())
+    unexplained_ms = one.time.rows.get("unexplained", 0.0)
+    if one.share(unexplained_ms) > MAX_UNEXPLAINED:
+        seen = Evidence(f"unexplained: {one.of_step(unexplained_ms)}", one.where())
         return could_not_look(seen, record=f"{Recording.TRACE}, with --pytorch-profiler-collect-callstack")
-    begin = [Evidence(_say_where_to_begin(case, one), one.where()), *_list_left_out(one)]
+    where_to_begin = Evidence(_say_where_to_begin(case, one), one.where())
+    begin = [where_to_begin, *_list_left_out(one)]
     if run is None or run.profiler_slowdown is None:
-        window = f"with --profile-step-start {MIN_BEFORE + 3} --profile-step-end {MIN_BEFORE + 8}"
-        record = f"how far the profiler slows the step down: {Recording.RUN_FOLDER}, {window}"
+        window = f"--profile-step-start {MIN_BEFORE + 3} --profile-step-end {MIN_BEFORE + 8}"
+        record = f"how far the profiler slows the step down: {Recording.RUN_FOLDER}, with {window}"
         return could_not_look(*begin, record=record)
     text = f"profiled steps take{run.on_rank} {run.profiler_slowdown:.2f} x as long as those before it"
     return saw(*begin, Evidence(text, STEPS_FILE))
@@ -127,6 +140,8 @@ def _say_where_to_begin(case: CheckCase, one: RankFacts) -> str:
     for found in case.findings:
         if found.cost_ms:
             return f"where to begin: {found.code}, {one.of_step(found.cost_ms)}"
-    largest = max(one.time.rows, key=lambda row: one.time.rows[row], default="compute")
-    part = f"{ROW_TITLES.get(largest, largest)}, {one.of_step(one.time.rows.get(largest, 0.0))}"
+    rows = one.time.rows
+    largest = max(rows, key=lambda row: rows[row], default="compute")
+    title = ROW_TITLES.get(largest, largest)
+    part = f"{title}, {one.of_step(rows.get(largest, 0.0))}"
     return f"no cause of lost time was found; the largest part is {part}"

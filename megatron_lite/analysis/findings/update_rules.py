@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from megatron_lite.analysis.findings.base import (
     Finding,
     Observation,
     Recording,
+    Remedy,
     build_time_finding,
     could_not_look,
     find_lost_time,
@@ -27,7 +29,9 @@ from megatron_lite.phases import Phase
 from megatron_lite.units import counted, significant
 
 FUSED = re.compile(r"aten::_fused_(adam|adamw|sgd|adagrad)_|FusedAdam|fused_adam", re.IGNORECASE)
-FOREACH, LOOP = "aten::_foreach_addcdiv_", "aten::addcdiv_"  # the last operation of an Adam update
+# The last operation of an Adam update, over all parameters at once or over each.
+FOREACH = "aten::_foreach_addcdiv_"
+LOOP = "aten::addcdiv_"
 RANGE = "Optimizer.step#"  # PyTorch's own, around step()
 OPTIMIZER_PHASE = re.compile(rf"{Phase.OPTIMIZER_STEP}$|Optimizer\.step#")
 MIN_TENSORS = 4  # parameter tensors whose loop would not be worth a word
@@ -46,18 +50,27 @@ def find_unfused_optimizer(facts: Facts, one: RankFacts) -> Finding | Observatio
     Flags: none here: this trainer's optimizers are fused.
     False alarm: an optimizer of your own that has no fused form.
     """
-    loops, joined = one.rows_named(LOOP.__eq__, Kind.OP), one.rows_named(FOREACH.__eq__, Kind.OP)
     if len(one.rows_named(FUSED.search, Kind.OP, Kind.KERNEL)):
         return saw_nothing(one, "a fused update")
-    if not len(joined) and one.per_step(loops) < MIN_TENSORS:
+    loops = one.rows_named(LOOP.__eq__, Kind.OP)
+    joined = one.rows_named(FOREACH.__eq__, Kind.OP)
+    is_foreach = len(joined) > 0
+    if not is_foreach and one.per_step(loops) < MIN_TENSORS:
         return could_not_look(Evidence("no update whose operators are known", one.where()))
-    phases = [phase.device_ms for phase in one.time.phases if OPTIMIZER_PHASE.search(phase.name)]
-    ranges = one.rows_named(lambda name: name.startswith(RANGE), Kind.ANNOTATION)
-    cost = max(phases) if phases else one.covered_ms(ranges)
-    how = "foreach" if len(joined) else f"a loop over {one.per_step(loops):,.0f} tensors"
+    cost = _measure_update(one)
+    how = "foreach" if is_foreach else f"a loop over {one.per_step(loops):,.0f} tensors"
     text = f"the update is {how}; the optimizer takes {one.of_step(cost)}"
     advice = "a fused optimizer: torch.optim.AdamW(..., fused=True)"
-    return find_lost_time(one, cost, text, advice, row=(joined if len(joined) else loops)[0], certain=not len(joined))
+    first = joined[0] if is_foreach else loops[0]
+    return find_lost_time(one, cost, text, advice, row=first, certain=not is_foreach)
+
+
+def _measure_update(one: RankFacts) -> float:
+    """Measure the optimizer's step in ms per step: its phase's work, else PyTorch's range around it."""
+    phases_ms = [phase.device_ms for phase in one.time.phases if OPTIMIZER_PHASE.search(phase.name)]
+    if phases_ms:
+        return max(phases_ms)
+    return one.covered_ms(one.rows_named(lambda name: name.startswith(RANGE), Kind.ANNOTATION))
 
 
 ZEROES = ("aten::zero_", "aten::_foreach_zero_")
@@ -80,9 +93,12 @@ def find_zeroed_gradients(facts: Facts, one: RankFacts) -> Finding | Observation
     rows = one.in_phases(one.rows_named(ZEROES.__contains__, Kind.OP), *ZERO_GRAD_PHASES)
     if not len(rows):
         return saw_nothing(one, "no gradient is filled with zeros")
-    cost = sum(phase.device_ms for phase in one.time.phases if phase.name in ZERO_GRAD_PHASES)
-    cost += sum(site.idle_ms for site in one.time.hosts if site.phase in ZERO_GRAD_PHASES)
-    text = f"{counted(round(one.per_step(rows)), 'call')} per step in zero_grad: {one.of_step(cost)}"
+    phases = [phase for phase in one.time.phases if phase.name in ZERO_GRAD_PHASES]
+    sites = [site for site in one.time.hosts if site.phase in ZERO_GRAD_PHASES]
+    cost = sum(phase.device_ms for phase in phases)
+    cost += sum(site.idle_ms for site in sites)
+    calls = counted(round(one.per_step(rows)), "call")
+    text = f"{calls} per step in zero_grad: {one.of_step(cost)}"
     advice = "free gradients instead of zeroing them: optimizer.zero_grad(set_to_none=True)"
     return find_lost_time(one, cost, text, advice, row=rows[0], cheap=True)
 
@@ -108,21 +124,20 @@ def find_overflow_storm(facts: Facts, run: Run) -> Finding | Observation:
     """
     if not run.steps:
         return could_not_look()
-    never_good = bool(run.skipped.all())
     settled = run.skipped[run.skipped.argmin() :]  # from the first good step on
     number = int(settled.sum())
     if number < MIN_SKIPS or number < MAX_SKIPPED_SHARE * len(settled):
         return _look_at_scale(facts, run)
-    wasted = number / len(settled)
-    cost = wasted * run.steady_step_ms if run.steady_step_ms else None
-    text = f"{number:,} of {len(settled):,} steps after the first good one were skipped ({wasted:.0%})"
-    if never_good:
+    share = number / len(settled)
+    text = f"{number:,} of {len(settled):,} steps after the first good one were skipped ({share:.0%})"
+    if run.skipped.all():
         text = f"all {number:,} steps were skipped: none has changed the weights"
-    if cost and run.steady_step_ms:
-        text += f": {in_ms(cost)} of every {in_ms(run.steady_step_ms)} are computed for nothing"
-    seen = Evidence(text, "steps.jsonl")
+    cost_ms = None
+    if run.steady_step_ms:
+        cost_ms = share * run.steady_step_ms
+        text += f": {in_ms(cost_ms)} of every {in_ms(run.steady_step_ms)} are computed for nothing"
     advice = "train in bf16 (--bf16 instead of --fp16), or lower --lr and lengthen --lr-warmup-iters"
-    return build_time_finding(cost, [seen], advice, ("--bf16",))
+    return build_time_finding(cost_ms, [Evidence(text, STEPS_FILE)], advice, ("--bf16",))
 
 
 MIN_SETTLED_STEPS = 20  # after the first good one, of which one skipped is 5%
@@ -137,7 +152,9 @@ def _look_at_scale(facts: Facts, run: Run) -> Observation:
         f"{run.skipped.sum():,} of {run.steps:,} steps skipped, "
         f"the loss scale is {significant(scales[-1], 6)} at the end"
     )
-    settled = 0 if run.skipped.all() else run.steps - int(run.skipped.argmin())
+    settled = 0  # steps from the first good one on
+    if not run.skipped.all():
+        settled = run.steps - int(run.skipped.argmin())
     if run.skipped.any() and settled < MIN_SETTLED_STEPS:
         record = f"{Recording.LONGER_RUN}; --initial-loss-scale 65536 avoids the skipped steps at the beginning"
         since = f"{counted(settled, 'step')} since the first good one"
@@ -173,16 +190,16 @@ def find_scale_collapse(facts: Facts, run: Run) -> Finding | Observation:
     known = settled[settled > 0]  # NaN is not
     if len(known) < MIN_SCALED_STEPS:
         return could_not_look(record=Recording.LONGER_RUN)
-    if known[-1] > TOO_SMALL or known.max() < FALLEN * known[-1]:
-        text = (
-            f"the loss scale is {significant(known[-1], 6)} at the end, and was {significant(known.max(), 6)} at most"
-        )
+    highest = known.max()
+    at_end = known[-1]
+    end = significant(at_end, 6)
+    if at_end > TOO_SMALL or highest < FALLEN * at_end:
+        text = f"the loss scale is {end} at the end, and was {significant(highest, 6)} at most"
         return saw(Evidence(text, STEPS_FILE))
     skipped = f"{run.skipped.sum():,} of {run.steps:,} steps were skipped"
-    text = f"the loss scale fell from {known.max():,.0f} to {significant(known[-1], 6)} ({skipped})"
-    seen = Evidence(text, "steps.jsonl")
+    text = f"the loss scale fell from {highest:,.0f} to {end} ({skipped})"
     advice = "stop and find what overflows; bf16 needs no loss scale (--bf16 instead of --fp16)"
-    return Finding(evidence=(seen,), advice=advice, flags=("--bf16",))
+    return Finding(evidence=(Evidence(text, STEPS_FILE),), advice=advice, flags=("--bf16",))
 
 
 @rule("no-learning", "losses that show no learning", "run", "losses", needs="run")
@@ -201,22 +218,20 @@ def find_no_learning(facts: Facts, run: Run) -> Finding | Observation:
         are not judged.
     """
     learning = measure_learning(run)
+    seen = Evidence(learning.losses, STEPS_FILE)
     if learning.not_finite:
         advice = "go back to the last checkpoint before that, lower --lr, and drop --no-check-for-nan-in-loss-and-grad"
-    elif learning.falls is None:
+        return Finding(evidence=(seen,), advice=advice, flags=("--lr",))
+    if learning.falls is None:
         return could_not_look(record=Recording.LONGER_RUN)
-    elif learning.falls:
-        return saw(Evidence(learning.losses, STEPS_FILE))
-    elif facts.settings.mock_data or run.iterations[0] > 1 or facts.is_watched:
-        # random tokens teach nothing, a continued run may have learned what it can, and so may a script's
+    if learning.falls:
+        return saw(seen)
+    # random tokens teach nothing, a continued run may have learned what it can, and so may a script's
+    if facts.settings.mock_data or run.iterations[0] > 1 or facts.is_watched:
         told = "mock data, continued runs and other scripts are not judged"
         return could_not_look(Evidence(f"{learning.losses}; {told}", STEPS_FILE))
-    else:
-        advice = (
-            "compare --lr and its warm-up with a run that learns, and look at the data (megatron-lite inspect PREFIX)"
-        )
-    seen = Evidence(learning.losses, "steps.jsonl")
-    return Finding(evidence=(seen,), advice=advice, flags=("--lr",), certain=bool(learning.not_finite))
+    advice = "compare --lr and its warm-up with a run that learns, and look at the data (megatron-lite inspect PREFIX)"
+    return Finding(evidence=(seen,), advice=advice, flags=("--lr",), certain=False)
 
 
 @rule("hard-clipping", "gradients that are always clipped hard", "run", "losses", needs="run")
@@ -234,19 +249,23 @@ def find_hard_clipping(facts: Facts, run: Run) -> Finding | Observation:
     Flags: --clip-grad, --lr, --lr-warmup-iters, --init-method-std.
     False alarm: the first steps of training; a recipe that normalizes gradients on purpose.
     """
-    clipped, limit = measure_learning(run).clipped, find_clip_limit(run)
+    limit = find_clip_limit(run)
     if limit is None or limit <= 0:
         return could_not_look(record=Recording.RUN_FOLDER)
+    clipped = measure_learning(run).clipped
     if clipped is None and (~np.isnan(run.grad_norms)).sum() < MIN_UPDATES:
         return could_not_look(record=Recording.LONGER_RUN)
     if clipped is None:
         text = f"the gradients' norm is not far above the limit of clipping ({limit:g}) in nearly all updates"
         return saw(Evidence(text, STEPS_FILE))
-    text = (
-        f"the gradients' norm is {clipped:,.0f} times --clip-grad {limit:g} (median), and clipped in nearly all updates"
+    times = f"{clipped:,.0f} times --clip-grad {limit:g} (median)"
+    text = f"the gradients' norm is {times}, and clipped in nearly all updates"
+    return Finding(
+        evidence=(Evidence(text, STEPS_FILE),),
+        advice=f"find what makes gradients large, or raise --clip-grad (now {limit:g}) to the usual norm",
+        flags=("--clip-grad",),
+        certain=False,
     )
-    advice = f"find what makes gradients large, or raise --clip-grad (now {limit:g}) to the usual norm"
-    return Finding(evidence=(Evidence(text, "steps.jsonl"),), advice=advice, flags=("--clip-grad",), certain=False)
 
 
 LOG = Phase.LOG.value
@@ -268,49 +287,68 @@ def find_log_stalls(facts: Facts) -> Finding | Observation:
     measured = _measure_idle_in_logging(facts.critical) if facts.on_gpu else _measure_logging_phase(facts.run)
     if isinstance(measured, Observation):
         return measured
-    cost, seen = measured
     settings = facts.settings
     figures = {
         "--log-params-norm": settings.log_params_norm,
         "--log-num-zeros-in-grad": settings.log_num_zeros_in_grad,
     }
     costly = [flag for flag, is_on in figures.items() if is_on]
-    now = settings.log_interval
-    advice = f"a larger --log-interval{f' (now {now})' if now else ''}"
-    advice += f", without {', '.join(costly)}" if costly else ""
-    return build_time_finding(cost, [seen], advice, ("--log-interval 100",))
+    advice = "a larger --log-interval"
+    if settings.log_interval:
+        advice += f" (now {settings.log_interval})"
+    if costly:
+        advice += f", without {', '.join(costly)}"
+    return build_time_finding(measured.cost_ms, [measured.seen], advice, ("--log-interval 100",))
 
 
-def _measure_idle_in_logging(one: RankFacts | None) -> tuple[float, Evidence] | Observation:
-    """Measure a GPU's idle ms per step because of logging, with its evidence; a look where it is little or not seen."""
+@dataclass(frozen=True)
+class LoggingTime:
+    """Time that logging takes of a step."""
+
+    cost_ms: float
+    seen: Evidence
+
+
+def _measure_idle_in_logging(one: RankFacts | None) -> LoggingTime | Observation:
+    """Measure a GPU's idle time because of logging; a look where it is little or not seen."""
     if one is None:
         return could_not_look(record=Recording.TRACE)
     sites = [site for site in one.time.syncs if LOG in (site.phase, site.cause)]
-    waited = sum(site.idle_ms for site in sites)
-    own = one.time.rows.get(LOG, 0.0)
-    cost = waited + own
-    waits = f"{counted(sum(site.per_step for site in sites), 'wait')} in {LOG}"
-    text = f"the device idles {in_ms(waited)} after {waits} and {in_ms(own)} during it: {one.of_step(cost)}"
-    seen = Evidence(text, one.where())
-    if one.share(cost) >= (MIN_SHARE_SHOWN if waited > own else MATTERS):
-        return cost, seen
-    is_named = cost > 0 or any(part.name == LOG for part in one.time.phases)
-    return saw(seen) if is_named and one.time.step_ms > 0 else could_not_look(record=Recording.STACKS)
+    waited_ms = sum(site.idle_ms for site in sites)
+    own_ms = one.time.rows.get(LOG, 0.0)
+    cost_ms = waited_ms + own_ms
+    waits = counted(sum(site.per_step for site in sites), "wait")
+    idle = f"{in_ms(waited_ms)} after {waits} in {LOG} and {in_ms(own_ms)} during it"
+    seen = Evidence(f"the device idles {idle}: {one.of_step(cost_ms)}", one.where())
+    limit = MIN_SHARE_SHOWN if waited_ms > own_ms else MATTERS
+    if one.share(cost_ms) >= limit:
+        return LoggingTime(cost_ms, seen)
+    has_phase = any(part.name == LOG for part in one.time.phases)
+    is_named = cost_ms > 0 or has_phase
+    if is_named and one.time.step_ms > 0:
+        return saw(seen)
+    return could_not_look(record=Recording.STACKS)
 
 
-def _measure_logging_phase(run: Run | None) -> tuple[float, Evidence] | Observation:
-    """Measure the host's ms per step in the phase that logs, with its evidence;
-    a look where it is little or not seen."""
-    cost = measure_ordinary(run, run.phases_ms.get(LOG, ())) if run is not None else None
-    if run is None or not run.steady_step_ms or cost is None:
+def _measure_logging_phase(run: Run | None) -> LoggingTime | Observation:
+    """Measure the host's time in the phase that logs; a look where it is little or not seen."""
+    if run is None or not run.steady_step_ms:
         return could_not_look(record=Recording.RUN_FOLDER)
-    of_which = f"a step of {in_ms(run.steady_step_ms)} (medians of typical steps)"
-    seen = Evidence(f"the phase {LOG} takes {in_ms(cost)} of {of_which}", STEPS_FILE)
-    return saw(seen) if cost < MATTERS * run.steady_step_ms else (cost, seen)
+    cost_ms = measure_ordinary(run, run.phases_ms.get(LOG, ()))
+    if cost_ms is None:
+        return could_not_look(record=Recording.RUN_FOLDER)
+    step = f"a step of {in_ms(run.steady_step_ms)} (medians of typical steps)"
+    seen = Evidence(f"the phase {LOG} takes {in_ms(cost_ms)} of {step}", STEPS_FILE)
+    if cost_ms < MATTERS * run.steady_step_ms:
+        return saw(seen)
+    return LoggingTime(cost_ms, seen)
 
 
-MIN_STEPS, MIN_TIMES = 20, 3  # one of both: a short run's only checkpoint says nothing of how often
-SAVE, EVAL = Phase.SAVE.value, Phase.EVAL.value
+# One of both: a short run's only checkpoint says nothing of how often.
+MIN_STEPS = 20
+MIN_TIMES = 3
+SAVE = Phase.SAVE.value
+EVAL = Phase.EVAL.value
 
 
 @rule("save-and-eval", "stalls for checkpoints and evaluations", "run", needs="run")
@@ -326,26 +364,30 @@ def find_save_and_eval(facts: Facts, run: Run) -> Finding | Observation:
     False alarm: a short run, in which one checkpoint weighs more than it will in a long one; below 20 steps only what
         came three times counts.
     """
-    whole_ms = math.fsum(run.step_ms)
+    all_ms = math.fsum(run.step_ms)
     times = {SAVE: int(run.saving.sum()), EVAL: int(run.evaluating.sum())}
-    known = [name for name, number in times.items() if run.steps >= MIN_STEPS or number >= MIN_TIMES]
-    stalls = {name: total for name in known if (total := math.fsum(run.phases_ms.get(name, ())))}
-    if not whole_ms or not known:
+    is_long = run.steps >= MIN_STEPS
+    known = [name for name, number in times.items() if is_long or number >= MIN_TIMES]
+    if not all_ms or not known:
         return could_not_look(record=Recording.LONGER_RUN)
-    if sum(stalls.values()) < MATTERS * whole_ms:
-        text = f"saving and evaluating take {in_ms(sum(stalls.values()))} of {in_ms(whole_ms)} of all steps"
+    totals_ms = {name: math.fsum(run.phases_ms.get(name, ())) for name in known}
+    stalls_ms = {name: total_ms for name, total_ms in totals_ms.items() if total_ms}
+    stalled_ms = sum(stalls_ms.values())
+    if stalled_ms < MATTERS * all_ms:
+        text = f"saving and evaluating take {in_ms(stalled_ms)} of {in_ms(all_ms)} of all steps"
         return saw(Evidence(text, STEPS_FILE))
-    remedies = {
-        SAVE: ("write in the background (--async-save)", "--async-save"),
-        EVAL: ("evaluate less often (--eval-interval) or on less (--eval-iters)", "--eval-interval"),
-    }
-    if facts.settings.async_save:
-        remedies[SAVE] = ("save less often (--save-interval)", "--save-interval")
-    cost = sum(stalls.values()) / run.steps
-    seen = [_describe_stalls(run, name, times[name], total) for name, total in stalls.items()]
-    advice = f"reduce stalls: {' and '.join(remedies[name][0] for name in stalls)}"
-    flags = tuple(remedies[name][1] for name in stalls)
-    return build_time_finding(cost, seen, advice, flags)
+    saves_ahead = facts.settings.async_save
+    remedies = {SAVE: SAVE_LESS_OFTEN if saves_ahead else SAVE_AHEAD, EVAL: EVALUATE_LESS}
+    chosen = [remedies[name] for name in stalls_ms]
+    seen = [_describe_stalls(run, name, times[name], total_ms) for name, total_ms in stalls_ms.items()]
+    advice = f"reduce stalls: {' and '.join(remedy.advice for remedy in chosen)}"
+    flags = tuple(flag for remedy in chosen for flag in remedy.flags)
+    return build_time_finding(stalled_ms / run.steps, seen, advice, flags)
+
+
+SAVE_AHEAD = Remedy("write in the background (--async-save)", ("--async-save",))
+SAVE_LESS_OFTEN = Remedy("save less often (--save-interval)", ("--save-interval",))
+EVALUATE_LESS = Remedy("evaluate less often (--eval-interval) or on less (--eval-iters)", ("--eval-interval",))
 
 
 def _describe_stalls(run: Run, name: str, number: int, total_ms: float) -> Evidence:
@@ -358,5 +400,6 @@ def _describe_stalls(run: Run, name: str, number: int, total_ms: float) -> Evide
         total_ms: all of them together.
     """
     share = total_ms / math.fsum(run.step_ms)
+    each = f"{counted(number, 'time')}, {in_ms(total_ms / number)} each"
     of_all = f"{share:.0%} of the time of the run's {run.steps:,} steps"
-    return Evidence(f"{name}: {counted(number, 'time')}, {in_ms(total_ms / number)} each, {of_all}", STEPS_FILE)
+    return Evidence(f"{name}: {each}, {of_all}", STEPS_FILE)
