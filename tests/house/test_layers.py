@@ -53,8 +53,8 @@ MAX_CORE_FILES = 40
 # are what the package has today: lower them with each function that is unfolded.
 MAX_NODES_OF_A_FUNCTION = 600
 MAX_FUNCTIONS_OVER_600_NODES = 0
-MAX_FUNCTIONS_OVER_400_NODES = 17
-MAX_NODES_PER_CODE_LINE = 10.1
+MAX_FUNCTIONS_OVER_400_NODES = 5
+MAX_NODES_PER_CODE_LINE = 9.9
 # Nodes per code line of folders that are unfolded, and have one idea per statement. Lower and add, never raise.
 UNFOLDED = {
     ".": 9.6,
@@ -79,6 +79,7 @@ UNFOLDED = {
     "analysis/run": 9.8,
     "analysis/compare": 10.0,
     "analysis/ranks": 9.9,
+    "analysis/findings": 9.9,
 }
 # Folders whose docstrings stand alone, as those of the files in no folder do. The list only grows.
 DOCUMENTED = (
@@ -95,7 +96,11 @@ DOCUMENTED = (
     "optim",
     "parallel",
     "train",
+    "analysis/findings",
+    "analysis/memory",
     "analysis/ranks",
+    "analysis/time",
+    "analysis/trace",
 )
 MIN_WORDS = 4  # of a docstring: fewer say less than the name
 FRAGMENT = re.compile(  # a docstring that continues the name before it instead of being a sentence or a noun of its own

@@ -302,7 +302,7 @@ def find_slow_16_bit_products(facts: Facts) -> Finding | Observation:
 MAX_ODD_SHARE = 0.10  # of the step in products with odd dimensions, whose cost the tiles alone do not tell
 HALF_BYTES = 2  # an element of fp16 or bf16
 LOAD = least_multiple(HALF_BYTES)  # 8
-TILE = best_multiple(HALF_BYTES)  # 64
+TILE_WIDTH = best_multiple(HALF_BYTES)  # 64
 WIDE_TILE = USUAL_TILE  # 128
 NEAR = 0.05  # a dimension may grow by so much to reach a multiple of 128
 MAX_SHAPES_SHOWN = 4
@@ -365,21 +365,21 @@ def is_off(dimension: int) -> bool:
         return False
     if dimension % LOAD:
         return True
-    return dimension > TILE and dimension % TILE != 0
+    return dimension > TILE_WIDTH and dimension % TILE_WIDTH != 0
 
 
 def enlarge(dimension: int) -> int:
     """Choose what to pad a dimension to: 1000 -> 1024, 50257 -> 50304, 20 -> 24, 72 -> 128."""
-    if dimension < TILE:
+    if dimension < TILE_WIDTH:
         return padded(dimension, LOAD)
     wide = padded(dimension, WIDE_TILE)
-    return wide if wide <= (1 + NEAR) * dimension else padded(dimension, TILE)
+    return wide if wide <= (1 + NEAR) * dimension else padded(dimension, TILE_WIDTH)
 
 
 def _padding(dims: tuple[int, ...]) -> float:
     """Compute the share of the tiles' work that is padding."""
-    large = [dimension for dimension in dims if dimension > TILE]
-    return 1 - math.prod(dimension / padded(dimension, TILE) for dimension in large)
+    large = [dimension for dimension in dims if dimension > TILE_WIDTH]
+    return 1 - math.prod(dimension / padded(dimension, TILE_WIDTH) for dimension in large)
 
 
 REACHES = 0.35  # of its floor's rate: libraries reach half on ordinary shapes

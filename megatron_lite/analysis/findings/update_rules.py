@@ -346,7 +346,7 @@ def _measure_logging_phase(run: Run | None) -> LoggingTime | Observation:
 
 # One of both: a short run's only checkpoint says nothing of how often.
 MIN_STEPS = 20
-MIN_TIMES = 3
+MIN_STALLS = 3
 SAVE = Phase.SAVE.value
 EVAL = Phase.EVAL.value
 
@@ -367,7 +367,7 @@ def find_save_and_eval(facts: Facts, run: Run) -> Finding | Observation:
     all_ms = math.fsum(run.step_ms)
     times = {SAVE: int(run.saving.sum()), EVAL: int(run.evaluating.sum())}
     is_long = run.steps >= MIN_STEPS
-    known = [name for name, number in times.items() if is_long or number >= MIN_TIMES]
+    known = [name for name, number in times.items() if is_long or number >= MIN_STALLS]
     if not all_ms or not known:
         return could_not_look(record=Recording.LONGER_RUN)
     totals_ms = {name: math.fsum(run.phases_ms.get(name, ())) for name in known}

@@ -1,5 +1,6 @@
-"""What each piece of memory is for, from where it was allocated and when it was given back. Works on anybody's
-snapshot: tags and annotations only make the phases surer.
+"""Decide what each piece of memory is for, from where it was allocated and when it was given back.
+
+Works on anybody's snapshot: tags and annotations only make the phases surer.
 
 A weight is made before the first step and stays; its gradient comes in backward, and outlives it or is added to
 another; an optimizer's state comes in optimizer.step and stays; an activation comes in forward and waits for backward;
@@ -44,14 +45,14 @@ class _Decisions:
         self.found[undecided] = INDEX[category]
 
     def has_size_of(self, *categories: str) -> Flags:
-        """bool [m]: the life has the size of one that is decided to be of these categories."""
+        """Tell for each life (bool [m]) whether it has the size of one that is decided to be of these categories."""
         numbers = [INDEX[category] for category in categories]
         sizes = self.lives.requested[np.isin(self.found, numbers)]
         return np.isin(self.lives.requested, sizes)
 
 
 def assign_categories(lives: Lives) -> Integers:
-    """int64 [m]: an index into CATEGORIES for each life."""
+    """Assign a category to each life: int64 [m], an index into CATEGORIES."""
     decisions = _Decisions(lives)
     logits = _find_logits(lives)
     logits |= lives.has(Code.LOSS)
@@ -83,7 +84,7 @@ def _decide_by_code(decisions: _Decisions) -> None:
 
 
 def _came_unseen(lives: Lives) -> Flags:
-    """bool [m]: it was there before the record, and nothing says where it comes from."""
+    """Tell for each life (bool [m]) whether it was there before the record, and nothing says where it comes from."""
     return ~lives.known & (lives.begin < 0)
 
 
@@ -175,7 +176,7 @@ def _decide_workspaces_since_hopper(decisions: _Decisions) -> None:
 
 
 def _find_logits(lives: Lives) -> Flags:
-    """bool [m]: the logits come from an ordinary layer and go to one in backward.
+    """Tell for each life (bool [m]) whether it is the logits: from an ordinary layer, and to one in backward.
 
     They have the size of what the loss handles, and in forward a stack that comes once, where layers repeat; in
     backward they come before all else.
@@ -203,7 +204,7 @@ def _come_first(
     candidates: Flags,  # [m], which begin in the record
     others: Flags,  # [m], too
 ) -> Flags:
-    """bool [m]: a candidate that begins before all others in its span."""
+    """Tell for each life (bool [m]) whether it is a candidate that begins before all others in its span."""
     spans = int(lives.span.max(initial=0)) + 1
     never = np.iinfo(np.int64).max
     first_other = np.full(spans, never)  # of each span
@@ -223,7 +224,7 @@ CLEARS_GRADIENTS = (ZERO_GRAD, "forward", "data", "data_to_device", UNKNOWN)
 
 
 class _OptimizerState(NamedTuple):
-    """What an optimizer keeps for each weight."""
+    """Tensors that an optimizer keeps for each weight."""
 
     masters: int  # how many
     moments: int  # how many
@@ -258,7 +259,7 @@ def _assign_by_size(lives: Lives, found: Integers) -> None:
 
 
 def _count_sizes_at_peak(lives: Lives, rows: Integers) -> Counter[int]:
-    """{size: how many} of the lives `rows` that were alive together when most of them were."""
+    """Count by size those of the lives `rows` that were alive together when most of them were."""
     begin = lives.begin[rows]
     end = lives.end[rows]
     # lives are in order of their begin: so many have begun with each, and so many have ended
@@ -314,7 +315,7 @@ def _choose_optimizer_state(sizes: Integers, of_gradients: Counter[int]) -> _Opt
 
 
 def _count_expected(of_gradients: Counter[int], state: _OptimizerState) -> Counter[int]:
-    """{size: how many} of weights and of what an optimizer keeps for them. of_gradients: the same of gradients."""
+    """Count by size the weights, and what an optimizer keeps for them. of_gradients: the same of gradients."""
     expected: Counter[int] = Counter()
     copies = state.masters + state.moments
     for size, count in of_gradients.items():

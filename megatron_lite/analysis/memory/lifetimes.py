@@ -20,7 +20,10 @@ NO_SPAN = -1
 
 @dataclass(frozen=True)
 class Lives:
-    """m allocations, in order of `begin`. A life's memory is held after event e where begin <= e < end."""
+    """Lives of m allocations, in order of `begin`.
+
+    A life's memory is held after event e where begin <= e < end.
+    """
 
     events: int  # n, of the record
     begin: Ints  # [m], event of the allocation or BEFORE. Of what awaits its free: event of the request for it
@@ -55,15 +58,15 @@ class Lives:
         return np.flatnonzero(begun & (self.end > event))
 
     def has(self, code: Code) -> Flags:
-        """bool [m]: a frame of the allocation's stack is such code."""
+        """Tell for each life (bool [m]) whether a frame of the allocation's stack is such code."""
         return (self.code & int(code)) > 0
 
     def within(self, *phases: str) -> Flags:
-        """bool [m]: allocated in one of these phases."""
+        """Tell for each life (bool [m]) whether it was allocated in one of these phases."""
         return np.isin(self.phase, [NUMBER[phase] for phase in phases])
 
     def sum_held(self, where: Flags | None = None, amounts: Integers | int | None = None) -> Integers:
-        """int64 [n + 1]: what lives hold before the first event, then after each.
+        """Sum what lives hold before the first event, then after each: int64 [n + 1], bytes.
 
         Args:
             where: bool [m], the lives that count; None for all.
@@ -148,19 +151,22 @@ def find_lifetimes(record: AllocatorEvents, phases: Phases) -> Lives:
 
 
 def _round_sizes(requested: Ints) -> Ints:
-    """int64 [m]: bytes that the allocator takes for requests, as formats.caching_allocator.rounded computes one."""
+    """Round sizes to what the allocator takes: int64 [m], bytes, as formats.caching_allocator.rounded computes one."""
     blocks = -(-requested // MIN_BLOCK_BYTES)
     return np.maximum(blocks, 1) * MIN_BLOCK_BYTES
 
 
 def _count_steps_before(phases: Phases, events: Ints) -> Integers:
-    """int64 [m]: how many steps have ended before each event."""
+    """Count the steps that have ended before each event: int64 [m]."""
     ends = np.array([step.last for step in phases.steps], np.int64)
     return np.searchsorted(ends, events)
 
 
 def _find_known_categories(record: AllocatorEvents) -> Ints:
-    """int64 [stacks]: index into CATEGORIES of what a library's frame says; UNDECIDED where none does."""
+    """Find the category that a library's frame tells of each stack: int64 [stacks], an index into CATEGORIES.
+
+    UNDECIDED where none does.
+    """
     found = []
     for known in record.stacks.known:
         found.append(INDEX[known.row.holds] if known else UNDECIDED)
@@ -168,7 +174,7 @@ def _find_known_categories(record: AllocatorEvents) -> Ints:
 
 
 def _guess_phases(phases: Phases, stack: Ints, tag: Ints) -> Ints:
-    """int64 [m]: the phase of what was there before the record: by its tag, else by its stack."""
+    """Guess the phase (int64 [m]) of what was there before the record: by its tag, else by its stack."""
     by_stack = phases.of_stack[stack]
     # code without a name made it before training began
     no_name = np.isin(by_stack, (NOT_SAID, NUMBER[UNKNOWN]))
@@ -183,7 +189,7 @@ def _guess_phases(phases: Phases, stack: Ints, tag: Ints) -> Ints:
 
 @dataclass(frozen=True)
 class _Pieces:
-    """What Lives has of each piece of memory without its phases; [m] each."""
+    """Columns of Lives without its phases; [m] each."""
 
     begin: Ints
     end: Ints
@@ -197,7 +203,7 @@ class _Pieces:
     pool: Ints
 
     def take(self, rows: Integers) -> "_Pieces":
-        """Those at `rows`, in their order."""
+        """Choose the pieces at `rows`, in their order."""
         taken = {name: column[rows] for name, column in vars(self).items()}
         return _Pieces(**taken)
 
@@ -314,7 +320,7 @@ def _split_awaiting(record: AllocatorEvents, pieces: _Pieces) -> _Pieces:
 
 
 def _find_requests(record: AllocatorEvents, pieces: _Pieces) -> Ints:
-    """int64 [m]: the event at which the free of each piece was requested; n + 1 where the record does not say."""
+    """Find the event at which the free of each piece was requested: int64 [m]; n + 1 where the record does not say."""
     n = len(record)
     requests = np.flatnonzero(record.action == FREE_REQUESTED)
     if not len(requests) or not np.any(record.action == FREE):

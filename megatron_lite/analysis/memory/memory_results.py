@@ -1,4 +1,7 @@
-"""What a memory snapshot says. Bytes are tensors' sizes as the allocator rounds them unless a name says otherwise."""
+"""Results of reading memory snapshots.
+
+Bytes are tensors' sizes as the allocator rounds them unless a name says otherwise.
+"""
 
 import itertools
 from dataclasses import dataclass
@@ -20,7 +23,7 @@ def choose_points(curve: Integers) -> Integers:
 
 @dataclass(frozen=True)
 class Held:
-    """One category at the peak."""
+    """A category at the peak."""
 
     category: str
     num_bytes: int
@@ -30,7 +33,7 @@ class Held:
 
 @dataclass(frozen=True)
 class SiteBytes:
-    """One source line at the peak, or one that grows."""
+    """A source line at the peak, or one that grows."""
 
     site: str  # "gpt.py:81 forward": innermost frame outside torch
     category: str
@@ -53,7 +56,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Moment:
-    """One point of the memory curve."""
+    """A point of the memory curve."""
 
     time_us: int  # since the record's first event
     allocated: int
@@ -63,7 +66,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """One step of the record."""
+    """A step of the record."""
 
     name: str
     start_us: int
@@ -140,7 +143,7 @@ GROWS_WITH_BATCH = ("activations", "logits and loss", "workspace")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One rank's memory."""
+    """Memory of a rank, by its snapshot."""
 
     source: str
     rank: int | None
@@ -178,8 +181,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class LedgerRow:
-    """What a formula says and what was measured, for one category; requested bytes,
-    without the allocator's rounding."""
+    """A category by a formula and as measured; requested bytes, without the allocator's rounding."""
 
     category: str
     formula: str  # "2 bytes x 355,919,872 parameters"
@@ -193,7 +195,7 @@ class LedgerRow:
 
 @dataclass(frozen=True)
 class TraceMemory:
-    """What a profiler's trace with memory events says, for runs without a snapshot.
+    """Memory by a profiler's trace with memory events, for runs without a snapshot.
 
     It does not say what held memory.
     """

@@ -1,4 +1,4 @@
-"""In which phase and step each event of a record happened: from tags, else from annotations, else from stacks."""
+"""Find the phase and step of each event of a record: from tags, else from annotations, else from stacks."""
 
 import re
 from dataclasses import dataclass
@@ -36,7 +36,10 @@ class StepSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Phases:
-    """n events. span rises where a phase begins; recomputation is part of backward, clipping of the optimizer's."""
+    """Phases of n events.
+
+    `span` rises where a phase begins; recomputation is part of backward, clipping of the optimizer's.
+    """
 
     of_event: Ints  # [n], index into PHASES
     span: Ints  # [n]
@@ -127,7 +130,7 @@ def _find_steps_by_optimizer(phase: Ints) -> tuple[StepSpan, ...]:
 
 
 def _read_stacks(record: AllocatorEvents) -> Ints:
-    """int64 [stacks]: the phase that each stack tells, an index into PHASES or NOT_SAID.
+    """Read the phase that each stack tells: int64 [stacks], an index into PHASES or NOT_SAID.
 
     The innermost frame decides: a closure inside optimizer.step is forward, a hook inside backward that steps is the
     optimizer.

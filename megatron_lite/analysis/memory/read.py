@@ -134,7 +134,7 @@ class SnapshotReader:
         return tuple(steps)
 
     def _sum_held(self, rows: Integers) -> tuple[Held, ...]:
-        """What the lives `rows` hold by category, largest first."""
+        """Sum what the lives `rows` hold by category, largest first."""
         category = self.categories[rows]
         blocks = np.bincount(category, minlength=len(CATEGORIES))
         sums = np.bincount(category, self.lives.num_bytes[rows], len(CATEGORIES))
@@ -180,7 +180,7 @@ class SnapshotReader:
         return tuple(Moment(*row) for row in zip(*columns))
 
     def _find_growth(self) -> SnapshotGrowth | None:
-        """What stays after each step; None where memory does not grow, or too few steps are seen."""
+        """Find what stays after each step; None where memory does not grow, or too few steps are seen."""
         lives = self.lives
         ends = [step.last for step in self.phases.steps]
         if len(ends) < MIN_STEPS_OF_GROWTH:

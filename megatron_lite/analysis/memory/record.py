@@ -45,7 +45,7 @@ NO_OWNER = (0, 0, 0)  # bytes asked for, stack and tag of a free block
 
 @dataclass(frozen=True)
 class AllocatorEvents:
-    """n events of one device in order, and its state after them."""
+    """Events of one device, n in order, and its state after them."""
 
     action: NDArray[np.uint8]  # [n], one of the constants above
     address: Ints  # [n]
@@ -135,7 +135,10 @@ def _build(raw: Any) -> AllocatorEvents:
 
 
 def _read_parts(raw: Any) -> tuple[Any, Any]:
-    """(segments, traces of each device), which are sequences; what they hold is checked by those who read it."""
+    """Read segments and the traces of each device, which are sequences.
+
+    What these hold is checked by those who read it.
+    """
     if type(raw) is not dict:
         raise TypeError(f"it holds a {type(raw).__name__}")
     parts = {"segments": raw["segments"], "device_traces": raw.get("device_traces") or []}
@@ -159,7 +162,7 @@ def _read_settings(raw: Any) -> dict[str, Any]:
 
 
 def _read_column(events: Any, key: str, default: int) -> Ints:
-    """int64 [n]: one value of each event."""
+    """Read one value of each event: int64 [n]."""
     return np.fromiter((event.get(key, default) for event in events), np.int64)
 
 
@@ -168,13 +171,13 @@ def _number(
     key: str,
     number: Callable[[Any], int],  # gives a value its number
 ) -> NDArray[np.int32]:
-    """int32 [n]: the number of one value of each event."""
+    """Number one value of each event: int32 [n]."""
     numbers = [number(event.get(key)) for event in events]
     return np.array(numbers, np.int32)
 
 
 def _number_actions(events: Any) -> NDArray[np.uint8]:
-    """uint8 [n]: the action of each event, a number from ALLOC to OOM or UNKNOWN_ACTION."""
+    """Number the action of each event: uint8 [n], from ALLOC to OOM or UNKNOWN_ACTION."""
     number_of_action = {name: number for number, name in enumerate(ACTIONS)}
     numbers = [number_of_action.get(event["action"], UNKNOWN_ACTION) for event in events]
     return np.array(numbers, np.uint8)
@@ -185,7 +188,7 @@ def _read_marks(
     device: int,
     start_us: int,  # of the first event
 ) -> list[tuple[int, str, str]]:
-    """(time_us since the first event, stage, name) of the annotations that concern the device."""
+    """Read the annotations that concern the device: time in us since the first event, stage and name."""
     marks = []
     for mark in raw.get("external_annotations") or ():
         if mark.get("device", device) not in (device, -1):
@@ -301,8 +304,11 @@ def _find_pools(
     segments: Any,
     pools: Numbered[PoolId],
 ) -> Ints:
-    """int64 [n]: the pool of each event: of the segment that holds its address at the end, else what the event says
-    itself (newer versions of torch)."""
+    """Find the pool of each event: int64 [n].
+
+    It is that of the segment that holds its address at the end, else what the event says itself (newer versions of
+    torch).
+    """
     rows = []
     for segment in segments:
         pool = pools[_read_pool(segment)]
@@ -362,7 +368,7 @@ def _read_owner(
     stacks: Stacks,
     tags: Numbered[Any],
 ) -> tuple[int, int, int]:
-    """(bytes asked for, number of the stack, number of the tag) of a block that is in use."""
+    """Read the owner of a block that is in use: bytes asked for, number of the stack, number of the tag."""
     latest = (block.get("history") or [{}])[0]  # where torch 1.13 and 2.0 kept stacks
     num_bytes = block["size"]
     requested = block.get("requested_size") or latest.get("real_size") or num_bytes

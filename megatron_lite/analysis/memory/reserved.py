@@ -1,4 +1,4 @@
-"""What the allocator took from the device beyond what tensors hold: in its default pool, and in private ones.
+"""Memory that the allocator took from the device beyond what tensors hold: in its default pool, and in private ones.
 
 CUDA graphs and torch.cuda.MemPool have pools of their own. No request outside of them can use what is free there, so
 that it is no fragmentation.
@@ -49,7 +49,7 @@ def _choose_pools(
     private: bool | None,
     pool: int | None,
 ) -> Flags:
-    """bool [count]: the pools that `measure_reserved` counts. The first is the default pool."""
+    """Choose the pools (bool [count]) that `measure_reserved` counts. The first is the default pool."""
     chosen = np.zeros(count, bool)
     if pool is not None:
         chosen[pool] = True
@@ -160,7 +160,7 @@ def replay_peak(record: AllocatorEvents, lives: Lives, expandable: bool) -> int:
 
     Args:
         record: The record.
-        lives: Its pieces of memory.
+        lives: Pieces of the pool's memory.
         expandable: Whether the allocator has expandable segments.
 
     Returns:
@@ -196,7 +196,7 @@ def _order_actions(
     begin: Ints,  # [m], event that allocates a piece; -1: before the record
     end: Ints,  # [m], event after which it serves others; n: after the record
 ) -> tuple[list[str], list[int]]:
-    """What an allocator has to do for m pieces of memory, in the order of the record.
+    """Order what an allocator has to do for m pieces of memory as the record does.
 
     Returns:
         Actions: "allocate", "free" or "give back" (segments to the device); and for each the number of its piece, which

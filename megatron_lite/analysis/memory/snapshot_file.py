@@ -99,7 +99,7 @@ ENDS_EARLY = ("pickle data was truncated", "Ran out of input", "pickle exhausted
 
 
 def _describe_failure(error: Exception) -> str:
-    """What was seen of a file that could not be read."""
+    """Describe what was seen of a file that could not be read."""
     if isinstance(error, OSError) and error.errno is not None:
         return f"cannot be read ({error.strerror}); check the file."
     if isinstance(error, CannotUnpackError):
@@ -120,7 +120,7 @@ def _describe_failure(error: Exception) -> str:
 
 
 def read_values(path: Path) -> Any:
-    """What the file at `path` holds, as plain values. Raises UserError, one line, for one that cannot be read."""
+    """Read what the file at `path` holds, as plain values. Raises UserError, one line, for one that cannot be read."""
     try:
         with open_foreign(path) as file:
             packing = find_packing(file.read(8))
@@ -187,7 +187,7 @@ def choose_snapshot(values: Any) -> tuple[Any, list[str]]:
 
 
 def _measure(snapshot: Any) -> tuple[bool, int]:
-    """(whether a request failed, bytes of all segments)."""
+    """Measure a snapshot: whether a request failed, and the bytes of all segments."""
     segments: Any = snapshot
     traces: Any = []
     if type(snapshot) is dict:

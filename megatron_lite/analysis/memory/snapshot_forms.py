@@ -1,4 +1,4 @@
-"""In which form a file holds a memory snapshot, by its first bytes; and packed files as they are inside.
+"""Forms in which a file holds a memory snapshot, by its first bytes; and packed files as they are inside.
 
 Nothing here needs numpy: reports of traces look at files, too.
 """
@@ -62,7 +62,16 @@ def open_unpacked(path: Path, packing: str) -> Iterator[IO[bytes]]:
 
 
 def read_beginning(path: Path, packing: str, count: int) -> bytes:
-    """The first `count` bytes of the content. Raises CannotUnpackError, also for a damaged file."""
+    """Read the beginning of a file's content, as it is inside.
+
+    Args:
+        path: The file.
+        packing: How it is packed.
+        count: Bytes to read.
+
+    Raises:
+        CannotUnpackError: The file cannot be unpacked, or is damaged.
+    """
     try:
         with open_unpacked(path, packing) as file:
             return file.read(count)
@@ -84,7 +93,7 @@ PAGE = re.compile(rb"\s*<!DOCTYPE html>.{0,4096}add_local_files", re.DOTALL)
 
 
 def is_snapshot_beginning(head: bytes) -> bool:
-    """Does a pickle, JSON text or page that begins with `head` (a megabyte of it) hold a snapshot?"""
+    """Whether a pickle, JSON text or page that begins with `head` (a megabyte of it) holds a snapshot."""
     if head.lstrip().startswith(b"<"):
         # other pages, such as a report of this program, may speak of segments and blocks
         return PAGE.match(head) is not None

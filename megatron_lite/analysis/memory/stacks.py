@@ -1,4 +1,4 @@
-"""Which code asked for memory, and what that code is, from the names that libraries use."""
+"""Tell which code asked for memory, and what that code is, from the names that libraries use."""
 
 import enum
 import functools
@@ -19,7 +19,7 @@ MAX_LETTERS = 120
 
 
 class Code(enum.IntFlag):
-    """What a frame belongs to."""
+    """Kinds of code that a frame may belong to."""
 
     NONE = 0
     PYTHON = enum.auto()
@@ -132,7 +132,7 @@ def find_code(file: str, line: int, name: str) -> int:
 
 
 def _find_python_codes(file: str, name: str) -> list[Code]:
-    """What a frame of Python's belongs to, one for each row of the tables that fits."""
+    """Find what a frame of Python's belongs to, one for each row of the tables that fits."""
     function, mark = own_marks.split_mark(name)
     function = drop_qualifiers(function)
     codes = [Code.PYTHON, OWN_CODE.get(mark, Code.NONE)]
@@ -163,7 +163,7 @@ class LibraryFrame(NamedTuple):
 
         Args:
             file: The frame's file.
-            function: Its function, without qualifiers.
+            function: Function of the frame, without qualifiers.
             caller: The function of the frame of Python's around it; "" without one.
         """
         if not self.in_file.search(file):
@@ -194,7 +194,7 @@ LIBRARY_FILES = re.compile("|".join(dict.fromkeys(f"(?:{row.in_file.pattern})" f
 
 
 class Known(NamedTuple):
-    """What a frame of a library says of a stack."""
+    """Facts that a frame of a library tells of a stack."""
 
     row: LibraryFrame
     at: int  # index of the frame in its stack
@@ -269,12 +269,14 @@ class Stacks:
 
     @cached_property
     def known(self) -> list[Known | None]:
-        """What the innermost frame of a library says of each stack; None where none does,
-        or an optimizer works inside."""
+        """Tell for each stack what the innermost frame of a library says.
+
+        None where no frame does, or an optimizer works inside.
+        """
         return [self._find_known(frames, numbers) for frames, numbers in zip(self.frames_of, self._stacks)]
 
     def _find_known(self, frames: list[Frame], numbers: tuple[int, ...]) -> Known | None:
-        """What the innermost frame of a library says of a stack. numbers: of its frames."""
+        """Find what the innermost frame of a library says of a stack. numbers: of its frames."""
         for at, frame in enumerate(frames):
             if not is_python(*frame):
                 continue
@@ -309,7 +311,7 @@ class Stacks:
 
 
 def _read_frame(frame: dict[str, Any]) -> Frame:
-    """(file, line, function) of a frame as a snapshot holds it."""
+    """Read file, line and function of a frame as a snapshot holds it."""
     file = str(frame.get("filename"))
     line = frame.get("line")
     name = str(frame.get("name"))

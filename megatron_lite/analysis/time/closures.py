@@ -62,7 +62,7 @@ def find_closures(
 
 
 def _find_idle(trace: Trace, thread: int, rows: Integers) -> Flags:
-    """bool [k]: whether no operator begins on the thread while the event of `rows` lasts; else it does not wait."""
+    """Tell for each event of `rows` (bool [k]) whether it waits: no operator begins on the thread while it lasts."""
     events = trace.events
     operators = trace.on_thread(trace.rows[Kind.OP], thread)
     begins = events.start_ns[operators]
@@ -90,7 +90,11 @@ def _join_passes(
     step: Integers,  # [k], the range in `ranges` that holds each of them; -1 for none
     is_back: Flags,  # [k], whether each is backward
 ) -> tuple[PhaseRanges, PhaseRanges]:
-    """(forward, backward) passes: what follows each other in the same range without one of the other sort between."""
+    """Join what follows each other in the same range, without one of the other sort between, to passes.
+
+    Returns:
+        Passes of forward and of backward.
+    """
     events = trace.events
     order = np.lexsort((events.start_ns[rows], step))
     order = order[step[order] >= 0]
@@ -125,7 +129,7 @@ def _choose(passes: PhaseRanges, chosen: Flags) -> PhaseRanges:
 
 
 def _differs(values: Integers | Flags) -> Flags:
-    """bool [k - 1]: whether each value but the first is another than the one before it."""
+    """Tell for each value but the first (bool [k - 1]) whether it is another than the one before it."""
     differs: Flags = values[1:] != values[:-1]
     return differs
 

@@ -42,7 +42,7 @@ class _Places:
     main_thread: int  # that drives the steps; -1: no host event
 
     def find_phase(self, ranges: PhaseRanges) -> Integers:
-        """int16 [n]: the phase of the innermost range around each moment; -1: none."""
+        """Find the phase of the innermost range around each moment: int16 [n]; -1: none."""
         nest = ranges.nest()
         position = nest.position_at(self.moment, np.maximum(self.thread, 0))
         position = np.where(self.thread >= 0, position, -1)
@@ -95,7 +95,7 @@ def find_phases(
 
 
 def _make_ranges(trace: Trace, rows: Integers) -> tuple[list[str], PhaseRanges]:
-    """(names of the phases, their ranges) of the events `rows`."""
+    """Make the names of the phases and their ranges of the events `rows`."""
     events = trace.events
     number = events.name[rows]
     labels = _label_phases(trace, np.unique(number))
@@ -146,7 +146,7 @@ def _add_closures(
     names: list[str],
     ranges: PhaseRanges,
 ) -> tuple[list[str], PhaseRanges]:
-    """(names, ranges) with the passes of the model that an optimizer's step runs, and the rest of its closure."""
+    """Add the passes of the model that an optimizer's step runs, and the rest of its closure, to names and ranges."""
     if str(Phase.OPTIMIZER_STEP) not in names:
         return names, ranges
     optimizer = names.index(str(Phase.OPTIMIZER_STEP))
@@ -170,7 +170,7 @@ def _add_ranges(
     name: str,
     found: PhaseRanges,
 ) -> tuple[list[str], PhaseRanges]:
-    """(names, ranges) with what was found of the phase `name`."""
+    """Add what was found of the phase `name` to names and ranges."""
     if not len(found):
         return names, ranges
     names = _add_name(names, name)
@@ -182,7 +182,10 @@ def _add_name(names: list[str], name: str) -> list[str]:
 
 
 def _label_phases(trace: Trace, numbers: Integers) -> dict[int, str]:
-    """{number of a name: what a report calls its ranges}. Names that differ in numbers alone are one phase."""
+    """Label names by what a report calls their ranges: {number of a name: label}.
+
+    Names that differ in numbers alone are one phase.
+    """
     labels = {}
     common = {}
     for number in numbers.tolist():
@@ -252,7 +255,7 @@ def _keep_longest_names(trace: Trace, rows: Integers) -> Integers:
 
 
 def _may_be_phase(name: str) -> bool:
-    """Is it no mark of a step, no bookkeeping and no collective, which come inside any phase?"""
+    """Whether it is no mark of a step, no bookkeeping and no collective, which come inside any phase."""
     if PROFILER_STEP.match(name) or NUMBERED.match(name):
         return False
     if COMES_INSIDE_ANY.match(name):
@@ -274,8 +277,11 @@ def _means_forward(name: str) -> bool:
 
 
 def _told_by_operators(trace: Trace, main_thread: int) -> Iterator[tuple[str, Test]]:
-    """(phase, what lies in it): what lies inside operators of autograd, or on a thread of its own; then what sends
-    tensors to the device; then what gradients will be taken of. Nothing where there is no backward pass."""
+    """Yield phases that operators tell, each with what lies in it; nothing where there is no backward pass.
+
+    These are: what lies inside operators of autograd, or on a thread of its own; then what sends tensors to the device;
+    then what gradients will be taken of.
+    """
     events = trace.events
     backward = is_backward(trace)
     if not backward.any():

@@ -77,7 +77,10 @@ def _find_named(trace: Trace, threads: Integers) -> Iterator[HostWork]:
 
 
 def _find_rows_of_causes(trace: Trace, is_on_threads: Flags) -> dict[Key, Integers]:
-    """{(cause, what it is): rows of its events} of what names tell. is_on_threads: [n], on the threads that matter."""
+    """Find the rows of the events of each (cause, what it is) that names tell.
+
+    is_on_threads: [n], on the threads that matter.
+    """
     pieces: dict[Key, list[Integers]] = {}
     for kind, seen_as in SEEN_AS.items():
         rows = trace.rows[kind]
@@ -97,7 +100,7 @@ def _find_names_of_causes(
     kind: Kind,
     seen_as: str,
 ) -> dict[Key, list[int]]:
-    """{(cause, what it is): numbers of names} of a kind's events, in the order of names."""
+    """Find the numbers of names of each (cause, what it is) of a kind's events, in the order of names."""
     found: dict[Key, list[int]] = {}
     for name in trace.names_of[kind].tolist():
         key = name_cause(trace.names[name], seen_as)
@@ -107,7 +110,7 @@ def _find_names_of_causes(
 
 
 def _without_training(trace: Trace, rows: Integers) -> Integers:
-    """Those of `rows` that hold no backward pass: an iterator may as well yield the steps of training."""
+    """Leave out of `rows` those that hold a backward pass: an iterator may as well yield the steps of training."""
     events = trace.events
     backward = np.sort(events.start_ns[is_backward(trace)])
     first = np.searchsorted(backward, events.start_ns[rows])
@@ -218,7 +221,13 @@ WHY_NOT = {
 
 
 def find_steps_that_pay(cover: Cover, start: Integers, end: Integers) -> Flags:
-    """bool per step [start, end) of the host: does the work of `cover` take a notable part of it?"""
+    """Tell for each step of the host (bool [k]) whether some work takes a notable part of it.
+
+    Args:
+        cover: When the work is done.
+        start: [k], ns, of the steps.
+        end: [k], ns.
+    """
     lengths = np.maximum(end - start, 1)
     pays: Flags = cover.within(start, end) > NOTABLE * lengths
     return pays

@@ -1,5 +1,7 @@
-"""What calls, ranges and lines of Python of known libraries mean for the host, by their names:
-the table host_causes.tsv."""
+"""Tell what calls, ranges and lines of Python of known libraries mean for the host.
+
+Their names stand in the table host_causes.tsv.
+"""
 
 import re
 from dataclasses import dataclass
@@ -38,7 +40,7 @@ class NamePattern:
 
 
 def read_patterns() -> dict[str, list[NamePattern]]:
-    """{seen as: patterns} of host_causes.tsv, in the order of causes."""
+    """Read the patterns of host_causes.tsv by what they are seen as, in the order of causes."""
     found: dict[str, list[NamePattern]] = {seen_as: [] for seen_as in SEEN_AS}
     order = (*CAUSES, *AFTER_SYNCS)
     for line in (Path(__file__).parent / "host_causes.tsv").read_text(encoding="utf-8").splitlines():
@@ -66,7 +68,10 @@ def _find_rows_of_file(file: str) -> tuple[NamePattern, ...]:
 
 @lru_cache(maxsize=2**17)
 def name_cause(name: str, seen_as: str) -> tuple[str, str] | None:
-    """(cause, what it is) of a name that is seen as a "call", "range", "frame" or "overhead"; None if none is known."""
+    """Name the cause, and what it is, of a name that is seen as a "call", "range", "frame" or "overhead".
+
+    None if none is known.
+    """
     frame = FRAME.match(name) if seen_as == "frame" else None
     if frame is not None:
         rows = (

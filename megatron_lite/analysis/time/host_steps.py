@@ -34,7 +34,7 @@ HOST_KINDS = (Kind.OP, Kind.ANNOTATION, Kind.RUNTIME, Kind.PYTHON)
 
 @dataclass(frozen=True)
 class HostSteps:
-    """k steps in order, none overlapping another."""
+    """Steps of the host, k in order, none overlapping another."""
 
     names: tuple[str, ...]
     numbers: tuple[int | None, ...]
@@ -44,7 +44,10 @@ class HostSteps:
     notes: tuple[str, ...] = ()
 
     def follows(self) -> Flags:
-        """bool [k]: does the step come right after the one before? Two windows in one file leave a hole."""
+        """Tell for each step (bool [k]) whether it comes right after the one before.
+
+        Two windows in one file leave a hole.
+        """
         follows = np.zeros(len(self.names), bool)
         for k in range(1, len(self.names)):
             before = self.numbers[k - 1]
@@ -103,7 +106,7 @@ def _find_main_thread_of(trace: Trace, rows: Integers) -> int:
 
 
 def _find_siblings(trace: Trace, rows: Integers) -> Integers:
-    """Those of the ranges `rows` of one thread, by start, that begin after all earlier ones have ended."""
+    """Find those of the ranges `rows` of one thread, by start, that begin after all earlier ones have ended."""
     if not len(rows):
         return rows
     start = trace.events.start_ns[rows]
@@ -132,7 +135,7 @@ def _find_families(trace: Trace) -> HostSteps | None:
 
 
 def _is_no_step(name: str) -> bool:
-    """Is the range known to be something else: a loader's, a checkpoint, a collective?"""
+    """Whether the range is known to be something else: a loader's, a checkpoint, a collective."""
     return bool(NOT_A_STEP.match(name)) or name_cause(name, "range") is not None
 
 
@@ -197,7 +200,7 @@ def _number_by_thread_and_name(
     rows: Integers,
     spell: Callable[[str], str],
 ) -> Integers:
-    """int64 [n]: for the events `rows` a number, equal for those with one thread and one name as spelled; else -1."""
+    """Number the events `rows` so that those with one thread and one name as spelled are equal: int64 [n]; else -1."""
     events = trace.events
     number_of_text: dict[str, int] = {}
     number_of_name = np.zeros(len(trace.names), np.int64)
@@ -236,7 +239,7 @@ def _leave_warm_up_out(trace: Trace, rows: Integers) -> Integers:
 
 
 def _is_warm_up(trace: Trace, rows: Integers) -> Flags:
-    """bool [k]: whether each of the ranges `rows` is named as a warm-up."""
+    """Tell for each of the ranges `rows` (bool [k]) whether it is named as a warm-up."""
     is_named = trace.passing(WARM_UP.search, Kind.ANNOTATION)
     return is_named[trace.events.name[rows]]
 
@@ -307,7 +310,7 @@ def _find_host_events(trace: Trace) -> Integers:
 
 
 def _find_phase_on_main(trace: Trace, phase: Phase) -> tuple[int, Integers]:
-    """(the main thread, rows of the outermost ranges there that are the phase)."""
+    """Find the main thread, and rows of the outermost ranges there that are the phase."""
     thread = find_main_thread(trace)
 
     def is_phase_wanted(name: str) -> bool:
@@ -346,7 +349,7 @@ def _find_updates(trace: Trace) -> HostSteps | None:
 
 
 def _is_last_update(trace: Trace, rows: Integers) -> Flags:
-    """bool [k]: whether a backward pass follows on each of the optimizer's ranges `rows`, or nothing does.
+    """Tell for each of the optimizer's ranges `rows` (bool [k]) whether a backward pass follows on it, or nothing does.
 
     True for all in a trace without backward passes.
     """
@@ -381,7 +384,7 @@ def _find_batches(trace: Trace) -> HostSteps | None:
 
 
 def _number_names(word: str, count: int) -> tuple[str, ...]:
-    """('update 1', 'update 2', ...)."""
+    """Number names as in "update 1", "update 2"."""
     return tuple(f"{word} {number}" for number in range(1, count + 1))
 
 
@@ -389,7 +392,7 @@ def _number_names(word: str, count: int) -> tuple[str, ...]:
 
 
 def _take_whole_trace(trace: Trace) -> HostSteps:
-    """One step: all that there is, or what comes after a warm-up that names itself as such."""
+    """Take all that there is as a single step, or what comes after a warm-up that names itself as such."""
     rows = np.concatenate((_find_host_events(trace), trace.device_rows))
     if not len(rows):
         return HostSteps((), (), rows, rows, -1, ("no event of a host or a device",))

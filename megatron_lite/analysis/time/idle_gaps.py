@@ -55,7 +55,7 @@ class DeviceCovers:
 
 
 def device_covers(trace: Trace, rows: Integers) -> DeviceCovers:
-    """What the device is busy with in the device work `rows`."""
+    """Find what the device is busy with in the device work `rows`."""
     is_kernel = trace.events.kind[rows] == Kind.KERNEL
     talks = find_communication_names(trace)[trace.events.name[rows]]
     return DeviceCovers(
@@ -66,7 +66,7 @@ def device_covers(trace: Trace, rows: Integers) -> DeviceCovers:
 
 
 def find_communication_names(trace: Trace) -> Flags:
-    """bool per name of the trace: whether it is of a kernel or a host span that communicates."""
+    """Tell for each name of the trace (bool) whether it is of a kernel or a host span that communicates."""
     return trace.passing(is_communication, Kind.KERNEL, Kind.ANNOTATION)
 
 
@@ -87,7 +87,7 @@ MANY_LAUNCHES = 0.2  # of the device work: a thread that launches so much drives
 
 @dataclass(frozen=True)
 class HostActivity:
-    """Of the threads that drive the GPU: the main one, autograd's, and others with many launches."""
+    """Activity of the threads that drive the GPU: the main one, autograd's, and others with many launches."""
 
     threads: NDArray[np.int64]  # indices into Trace.threads
     waits: Integers  # rows of calls in which the host waits for the device, ordered by start
@@ -140,7 +140,7 @@ LAUNCH_LATENCY_NS = 10_000
 
 @dataclass(frozen=True)
 class Gaps:
-    """g gaps in order, and what each is made of in ns: [g] each; the amounts add up to its length."""
+    """Gaps of the device, g in order, and what each is made of in ns: [g] each; the amounts add up to its length."""
 
     start: Integers
     end: Integers
@@ -333,7 +333,7 @@ def _find_event_waits(
     at: Integers,  # [g], place in `rows` of the work that ends each gap; k for none
     launch: Integers,  # [g], row of the call that launched it; -1: unknown
 ) -> Flags:
-    """bool [g]: whether a stream was told to wait for an event since the launch of the work before on this stream."""
+    """Tell for each gap (bool [g]) whether a stream was told to wait since the launch of the work before it."""
     events = trace.events
     waits = trace.find_named(lambda name: "StreamWaitEvent" in name, Kind.RUNTIME)
     if not len(waits) or not len(at):
@@ -346,7 +346,7 @@ def _find_event_waits(
 
 
 def _find_launch_before(trace: Trace, rows: Integers) -> Integers:
-    """int64 [k]: when the work before each of the device work `rows` on its stream was launched; 0: nothing was."""
+    """Find when the work before each of `rows` on its stream was launched: int64 [k]; 0: nothing was."""
     launch = trace.launch_of[rows]
     launched_ns = np.where(launch >= 0, trace.events.start_ns[launch], 0)
     stream = trace.events.stream[rows]

@@ -1,4 +1,4 @@
-"""What ranges and operators of a trace mean, by their names: phases of a step, steps, autograd's work, bookkeeping."""
+"""Tell by their names what ranges and operators of a trace mean: phases, steps, autograd's work, bookkeeping."""
 
 import re
 
@@ -21,7 +21,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 def is_phase(name: str) -> bool:
-    """Does the table know the name as that of a phase?"""
+    """Whether the table knows the name as that of a phase."""
     return find_meaning(name) not in ("", NO_PHASE_OF_ITS_OWN)
 
 
@@ -32,7 +32,7 @@ def known_phase(name: str) -> Phase | None:
 
 
 def label_phase(name: str) -> str:
-    """What a report calls the range: the table's name for it where there is one, else its own without decoration."""
+    """Label a range for a report: the table's name for it where there is one, else its own without decoration."""
     if is_phase(name):
         return find_meaning(name)
     bare = name.removeprefix(LIGHTNING).strip(DECORATION_BUT_BRACKETS)
@@ -51,7 +51,10 @@ def drop_numbers(name: str) -> str:
 
 
 def is_backward(trace: Trace) -> Flags:
-    """bool [n]: operators of autograd's engine, by their names or by the forward thread that they name."""
+    """Tell for each event (bool [n]) whether it is an operator of autograd's engine.
+
+    These are known by their names, or by the forward thread that they name.
+    """
     is_named = trace.matching(AUTOGRAD.match)
     names_forward_thread = trace.events.forward_thread > 0
     is_operator = trace.events.kind == Kind.OP

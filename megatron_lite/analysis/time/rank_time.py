@@ -178,7 +178,7 @@ def _is_launch_bound(
     steady: SteadySteps,
     speed: "LaunchSpeed",
 ) -> bool:
-    """Is the device idle for a notable part of the step because the host launches too slowly?"""
+    """Whether the device is idle for a notable part of the step because the host launches too slowly."""
     idle_ms = sum(breakdown[row] for row in ("host", *AFTER_SYNCS))
     step_ms = steady.mean_ms(steady.cover.length)
     return idle_ms / step_ms >= IDLE_SHARE and speed.is_slow
@@ -196,7 +196,7 @@ class LaunchSpeed:
 
     @property
     def is_slow(self) -> bool:
-        """Are small kernels over faster than new ones come, and does hardly any wait in the queue?"""
+        """Whether small kernels are over faster than new ones come, and hardly any waits in the queue."""
         is_small = 0 < self.kernel_us < MAX_SMALL_US and self.interval_us - self.kernel_us < MAX_SMALL_US
         is_faster = self.kernel_us < KERNEL_TO_INTERVAL * self.interval_us
         return is_small and is_faster and self.queue_us < QUEUE_US and self.early <= MAX_EARLY
@@ -567,7 +567,7 @@ def _measure_device_phase(
 
 
 def _find_first_per_step(step: Integers, times: Integers) -> dict[int, int]:
-    """{step: the first of its times}. step, times: [k] of events or ranges."""
+    """Find the first of the times of each step. step, times: [k] of events or ranges."""
     steps, place_of_step = np.unique(step, return_inverse=True)
     first = np.full(len(steps), np.iinfo(np.int64).max)
     np.minimum.at(first, place_of_step, times)

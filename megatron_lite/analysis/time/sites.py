@@ -31,13 +31,13 @@ SiteTimes = Counter[tuple[int, int]]  # ns by (name, phase)
 
 
 def is_program_frame(name: str) -> bool:
-    """Is it a line of the program itself: no frame of torch, of Python's own library or of C?"""
+    """Whether it is a line of the program itself: no frame of torch, of Python's own library or of C."""
     found = FRAME.match(name)
     return found is not None and not NOT_THE_PROGRAM.search(found["path"])
 
 
 class CallSites:
-    """Which operator, line of the program and phase stand around a moment. Names are numbers; -1: none."""
+    """Operator, line of the program and phase around each moment. Names are numbers; -1: none."""
 
     def __init__(self, trace: Trace, placing: Placing):
         self.trace = trace
@@ -134,7 +134,7 @@ class CallSites:
         return tuple(sites[:MAX_SITES])
 
     def _sum_caused_idle(self, gaps: Gaps) -> Integers:
-        """int64 [n]: the device's idle ns that the host's waiting in each event caused."""
+        """Sum the device's idle ns that the host's waiting in each event caused: int64 [n]."""
         events = len(self.trace.events)
         caused_ns = np.zeros(events, np.int64)
         has_waited = gaps.waited >= 0
@@ -307,7 +307,7 @@ class CallSites:
         end: Integers,  # [k]
         thread: int,
     ) -> Integers:
-        """int64 [k]: the phase of what follows each piece on the thread, if only operators told it; -1 for none."""
+        """Find the phase of what follows each piece on the thread: int64 [k]; -1 unless only operators told it."""
         trace = self.trace
         events = trace.events
         is_call = np.isin(events.kind, (Kind.OP, Kind.RUNTIME))
@@ -428,7 +428,7 @@ def _choose(cover: Cover, chosen: Flags) -> Cover:
 
 
 def _find_middle(cover: Cover) -> Integers:
-    """int64 [m]: the moment in the middle of each interval."""
+    """Find the moment in the middle of each interval: int64 [m]."""
     return cover.start + (cover.end - cover.start) // 2
 
 

@@ -65,7 +65,7 @@ def attribute_events(trace: Trace) -> Placing:
 
 
 def _find_places_on_host(trace: Trace) -> tuple[Integers, Integers]:
-    """(thread, moment) [n] at which the host was for each event; thread -1 where that is not in the trace."""
+    """Find thread and moment [n] at which the host was for each event; thread -1 where that is not in the trace."""
     events = trace.events
     launch = trace.launch_of
     own = np.arange(len(events))
@@ -82,7 +82,7 @@ def _find_step_of_events(
     thread: Integers,
     moment: Integers,
 ) -> NDArray[np.int32]:
-    """int32 [n]: the step of each event by the host's place for it; -1 for none."""
+    """Find the step of each event by the host's place for it: int32 [n]; -1 for none."""
     is_known = thread >= 0
     # without any launch call device work has to be placed by its own time
     if not is_known[trace.device_rows].any():
@@ -92,7 +92,7 @@ def _find_step_of_events(
 
 
 def _find_operators(trace: Trace, thread: Integers, moment: Integers) -> NDArray[np.int64]:
-    """int64 [n]: the row of the innermost operator around the host's place for each event; -1 for none."""
+    """Find the row of the innermost operator around the host's place for each event: int64 [n]; -1 for none."""
     events = trace.events
     nest = trace.nest(trace.rows[Kind.OP])
     operator = np.full(len(events), -1, np.int64)
@@ -104,7 +104,7 @@ def _find_operators(trace: Trace, thread: Integers, moment: Integers) -> NDArray
 
 
 def _find_step_at(host: HostSteps, moment: Integers) -> Integers:
-    """int64 [k]: the step of each moment of the host; -1: outside all."""
+    """Find the step of each moment of the host: int64 [k]; -1: outside all."""
     count = len(host.names)
     if not count:
         return np.full(len(moment), -1, np.int64)
@@ -170,7 +170,7 @@ def _is_largest(
     rows: Integers,  # [k]
     number: Integers,  # [n], the device (or stream) of each event
 ) -> Flags:
-    """bool [k]: whether the event of `rows` belongs to the device (or stream) with most time."""
+    """Tell for each event of `rows` (bool [k]) whether it belongs to the device (or stream) with most time."""
     found, number_of_row = np.unique(number[rows], return_inverse=True)
     # one ns more each: of events without a length the number decides
     lengths_ns = trace.lengths_ns(rows) + 1
@@ -202,7 +202,7 @@ def _find_windows(trace: Trace, host: HostSteps, step: Integers) -> tuple[Intege
 
 
 def _find_host_ends(host: HostSteps) -> Integers:
-    """int64 [k]: the start of the next step where it follows directly, else the step's own end."""
+    """Find the end of each step: int64 [k], the start of the next one where that follows directly, else its own end."""
     count = len(host.names)
     next_starts = np.append(host.start_ns[1:], host.end_ns[-1:])
     next_follows = np.zeros(count, bool)
@@ -211,7 +211,7 @@ def _find_host_ends(host: HostSteps) -> Integers:
 
 
 def _find_device_windows(trace: Trace, host: HostSteps, step: Integers) -> tuple[Integers, Integers]:
-    """(start_ns, end_ns) [k] of the steps' tiles on the stream that computes. step: [n], of each event."""
+    """Find start and end [k], ns, of the steps' tiles on the stream that computes. step: [n], of each event."""
     events = trace.events
     device, stream = find_computing_stream(trace)
     on_stream = trace.on_device(trace.device_rows, device)

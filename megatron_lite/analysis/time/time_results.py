@@ -1,4 +1,4 @@
-"""What the time analysis says of one rank. Milliseconds are means per steady step unless a name says otherwise."""
+"""Results of the time analysis of one rank. Milliseconds are means per steady step unless a name says otherwise."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,7 +11,7 @@ from megatron_lite.analysis.intervals import Cover, Flags, Integers, Nesting, di
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the window: [start, end) on the device's clock where there is a GPU, else on the host's.
+    """A step of the window: [start, end) on the device's clock where there is a GPU, else on the host's.
 
     On the device from the end of the step before it to its own end (step_windows.py says why): tiles without holes.
     """
@@ -60,7 +60,7 @@ ROW_TITLES = {
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """One phase of the step: the trainer's (phases.py) or, in foreign traces, any annotation under the step."""
+    """A phase of the step: the trainer's (phases.py) or, in foreign traces, any annotation under the step."""
 
     name: str
     host_ms: float  # duration of the range on the host: what a naive reading shows
@@ -90,8 +90,10 @@ class SyncSite:
 
 @dataclass(frozen=True)
 class HostSite:
-    """What the host did while the device waited for it, by top operator or frame;
-    without a GPU what it did between operators."""
+    """Work of the host while the device waited for it, by top operator or frame.
+
+    Without a GPU it is what the host did between operators.
+    """
 
     what: str
     phase: str
@@ -131,7 +133,7 @@ class ShortGaps:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Without a GPU: Python at work in a phase for MIN_STRETCH_MS or longer without an operator."""
+    """Python at work in a phase for MIN_STRETCH_MS or longer without an operator, where there is no GPU."""
 
     phase: str
     ms: float  # in the median step: what only one step has is a busy machine's
@@ -200,7 +202,7 @@ def _no_integers() -> Integers:
 
 @dataclass(frozen=True)
 class PhaseRanges:
-    """k stretches of time in which a thread is in a phase, by start; some lie inside others.
+    """Stretches of time in which a thread is in a phase, k by start; some lie inside others.
 
     They are ranges of the trace, and the passes that an optimizer's step runs in a closure.
     """
@@ -215,7 +217,7 @@ class PhaseRanges:
         return len(self.start_ns)
 
     def join(self, other: "PhaseRanges", phase: int) -> "PhaseRanges":
-        """These and the other ranges, which are of that phase; by start."""
+        """Join these and the other ranges, which are of that phase; by start."""
         start = np.concatenate((self.start_ns, other.start_ns))
         order = np.argsort(start, kind="stable")
         return PhaseRanges(
@@ -246,7 +248,7 @@ class PhaseRanges:
 
 @dataclass(frozen=True)
 class Placing:
-    """Which step, phase and operator each of a trace's n events belongs to."""
+    """Places of a trace's n events: the step, phase and operator that each belongs to."""
 
     steps: tuple[Step, ...]
     step: NDArray[np.int32]  # [n], index into steps; -1: outside all
@@ -263,12 +265,14 @@ class Placing:
 
     @cached_property
     def steady(self) -> Flags:
-        """bool [steps + 1]: does the step count? The last entry, which index -1 finds, is False."""
+        """Tell for each step whether it counts: bool [steps + 1].
+
+        The last entry, which index -1 finds, is False.
+        """
         return np.array([step.steady for step in self.steps] + [False], bool)
 
     @cached_property
     def counts(self) -> Flags:
-        """bool [n]: does the event belong to a steady step,
-        and not to another GPU than the one whose steps these are?"""
+        """Tell for each event (bool [n]) whether it belongs to a steady step, and to the GPU whose steps these are."""
         in_steady: Flags = self.steady[self.step]
         return in_steady if self.on_other_device is None else in_steady & ~self.on_other_device

@@ -1,4 +1,4 @@
-"""Which accelerator a trace shows: accelerators.tsv, which a user can extend."""
+"""Tell which accelerator a trace shows, by accelerators.tsv, which a user can extend."""
 
 import re
 from collections.abc import Iterable
@@ -41,7 +41,7 @@ def read_accelerators() -> tuple[Accelerator, ...]:
 
 
 def is_accelerator(name: str) -> bool:
-    """Is it a name of the table, and not a product's that a file gives?"""
+    """Whether it is a name of the table, and not a product's that a file gives."""
     return any(row.name == name for row in read_accelerators())
 
 
@@ -65,7 +65,7 @@ def find_accelerator(
     """The first accelerator of the table that any of these show; '' for none.
 
     Args:
-        categories: Of the trace's events.
+        categories: Categories of the trace's events.
         tracks: Names of its processes.
         operators: Names of its operators.
         numbers: Types of the devices that memory was allocated on.

@@ -1,5 +1,6 @@
-"""One process' trace as columns: a row per event, the same whoever wrote the file (PyTorch of any year, Nsight
-Systems).
+"""The trace of a process as columns: a row per event, the same whoever wrote the file.
+
+Writers are PyTorch of any year and Nsight Systems.
 
 Times are whole nanoseconds since the trace's first event; -1 stands for "not given" in every column of ids.
 """
@@ -26,7 +27,7 @@ class TraceError(UserError):
 
 
 class Numbered(dict[Key, int]):
-    """value -> its number, in the order of first appearance."""
+    """Numbers of values, in the order of first appearance."""
 
     def __missing__(self, value: Key) -> int:
         self[value] = number = len(self)
@@ -34,7 +35,7 @@ class Numbered(dict[Key, int]):
 
 
 class Kind(enum.IntEnum):
-    """What an event is. Device work: KERNEL, MEMCPY, MEMSET.
+    """Kinds of events. Device work: KERNEL, MEMCPY, MEMSET.
 
     Old and new category names of a file map to the same kind.
     """
@@ -68,7 +69,7 @@ class Shapes:
 
 @dataclass(frozen=True)
 class Collective:
-    """What a communication event says of itself; None for what its writer left out."""
+    """Facts that a communication event tells of itself; None for what its writer left out."""
 
     name: str | None  # "allreduce", "_allgather_base"
     group: str | None  # process group name
@@ -91,8 +92,10 @@ class ProcessGroup:
 
 @dataclass(frozen=True)
 class Events:
-    """n events ordered by start, the longer one first where starts are equal (so a parent stands before its
-    children)."""
+    """Events of a trace, n ordered by start.
+
+    Where starts are equal the longer one is first, so that a parent stands before its children.
+    """
 
     name: NDArray[np.int32]  # [n], index into Trace.names
     kind: NDArray[np.uint8]  # [n], a Kind
@@ -134,7 +137,7 @@ def make_no_memory_events() -> MemoryEvents:
 
 @dataclass(frozen=True)
 class Trace:
-    """One process' events and what its file says about the machine."""
+    """Events of a process, and what its file says about the machine."""
 
     source: str  # the file's name, for people
     writer: str  # "pytorch" or "nsys"
@@ -186,29 +189,29 @@ class Trace:
         return {kind: np.flatnonzero(self.events.kind == kind) for kind in Kind}
 
     def on_thread(self, rows: Integers, thread: int) -> Integers:
-        """Those of the events `rows` that are on the thread, in their order."""
+        """Choose those of the events `rows` that are on the thread, in their order."""
         is_on_thread = self.events.thread[rows] == thread
         chosen: Integers = rows[is_on_thread]
         return chosen
 
     def on_device(self, rows: Integers, device: int) -> Integers:
-        """Those of the events `rows` that are work of the device, in their order."""
+        """Choose those of the events `rows` that are work of the device, in their order."""
         is_on_device = self.events.device[rows] == device
         chosen: Integers = rows[is_on_device]
         return chosen
 
     def lengths_ns(self, rows: Integers) -> Integers:
-        """int64 [k]: how long each of the events `rows` lasts, in ns."""
+        """Measure how long each of the events `rows` lasts: int64 [k], ns."""
         return self.events.end_ns[rows] - self.events.start_ns[rows]
 
     def position_in(self, nest: Nesting, rows: Integers) -> Integers:
-        """int64 [k]: position in `nest` of the innermost range around the start of each of the events; -1: none."""
+        """Find the position in `nest` of the innermost range around the start of each event: int64 [k]; -1: none."""
         start = self.events.start_ns[rows]
         thread = self.events.thread[rows]
         return nest.position_at(start, thread)
 
     def within(self, cover: Cover, rows: Integers) -> Integers:
-        """int64 [k]: for how many ns the cover lasts inside each of the events `rows`."""
+        """Measure for how many ns the cover lasts inside each of the events `rows`: int64 [k]."""
         start = self.events.start_ns[rows]
         end = self.events.end_ns[rows]
         return cover.within(start, end)
@@ -220,8 +223,10 @@ class Trace:
 
     @cached_property
     def launch_of(self) -> Integers:
-        """For every event the row of the RUNTIME call with its correlation;
-        -1 for none (and for what is no device work)."""
+        """Find for each event the row of the RUNTIME call with its correlation.
+
+        It is -1 for none, and for what is no device work.
+        """
         correlation = self.events.correlation
         launch = np.full(len(self.events), -1, np.int64)
         calls = self.rows[Kind.RUNTIME]
@@ -248,8 +253,11 @@ class Trace:
         return found
 
     def passing(self, test: Callable[[str], object], *kinds: Kind) -> Flags:
-        """bool per name: do events of these kinds have it, and does it pass `test(name)`? Others are not asked: traces
-        with stacks have many more names of Python functions than of all else."""
+        """Tell for each name (bool) whether events of these kinds have it, and it passes `test(name)`.
+
+        Names of other kinds are not asked: traces with stacks have many more names of Python functions than of all
+        else.
+        """
         passes = np.zeros(len(self.names), bool)
         for kind in kinds:
             numbers = self.names_of[kind]
@@ -264,7 +272,7 @@ class Trace:
         return rows[passes[self.events.name[rows]]]
 
     def matching(self, test: Callable[[str], object]) -> Flags:
-        """bool per event: does its name pass `test(name)`? Each distinct name is asked once."""
+        """Tell for each event (bool) whether its name passes `test(name)`. Each distinct name is asked once."""
         answers = (bool(test(name)) for name in self.names)
         passes = np.fromiter(answers, bool, len(self.names))
         return passes[self.events.name]

@@ -12,12 +12,15 @@ _LOSS = re.compile(
 
 
 def tells_of_loss(text: str) -> bool:
-    """Does this message say that events are missing?"""
+    """Whether this message says that events are missing."""
     return bool(_LOSS.search(text))
 
 
 def read_warnings(header: dict[str, Any]) -> tuple[str, ...]:
-    """What kineto logged while it recorded, errors first: releases of 2022 to 2025 write it beside the events."""
+    """Read what kineto logged while it recorded, errors first.
+
+    Releases of 2022 to 2025 write it beside the events.
+    """
     shown = []
     for level in ("ERROR", "WARNING"):
         texts = header.get(level)

@@ -1,4 +1,4 @@
-"""Which Chrome traces PyTorch did not write, and who did: foreign_writers.tsv, which a user can extend.
+"""Tell which Chrome traces PyTorch did not write, and who did: foreign_writers.tsv, which a user can extend.
 
 A file is PyTorch's by what stands in it: keys and categories of its profiler. Files of any year, bare lists and parts
 of files have some of them.
@@ -54,7 +54,7 @@ def read_foreign_writers() -> tuple[Writer, ...]:
 
 
 def is_of_torch(text: bytes) -> bool:
-    """Does this part of a file hold what only PyTorch writes?"""
+    """Whether this part of a file holds what only PyTorch writes."""
     return bool(OF_TORCH.search(text))
 
 
@@ -81,7 +81,7 @@ def find_foreign(
 
     Args:
         header: What stands beside the events.
-        categories: Of the events.
+        categories: Categories of the events.
         threads: (process, thread) of the events.
         tracks: Names of these.
     """
@@ -93,7 +93,7 @@ def find_foreign(
 
 
 def describe_unknown(categories: Iterable[str]) -> str:
-    """'a Chrome trace that PyTorch did not write: torch.profiler has none of its categories (a, b)'."""
+    """Describe a Chrome trace that PyTorch did not write, by categories that torch.profiler has not."""
     names = sorted(filter(None, categories))
     if not names:
         return f"{UNKNOWN}: its events have no category of torch.profiler"
@@ -104,6 +104,6 @@ def describe_unknown(categories: Iterable[str]) -> str:
 
 
 def any_known(categories: Iterable[str], processes: Iterable[object]) -> bool:
-    """Is an event of one of these categories or processes read?"""
+    """Whether an event of one of these categories or processes is read."""
     read = any(kind_of_category(category) is not Kind.OTHER for category in categories)
     return read or any(process in KIND_OF_PROCESS for process in processes)

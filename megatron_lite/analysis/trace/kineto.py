@@ -120,7 +120,7 @@ class Collected:
     halves: list[Event] = field(default_factory=list)  # "B" and "E" entries: beginnings and ends of spans
 
     def add(self, events: Sequence[Event]) -> None:
-        """Append a chunk."""
+        """Append a chunk of entries."""
         if self.until_ns is not None:
             events = self._drop_late(events, self.until_ns)
         spans = [event for event in events if event.ph == "X"]
@@ -347,7 +347,7 @@ def _length_ns(events: Sequence[Event]) -> Integers:
 
 
 def _integers(values: list[int | None]) -> Integers:
-    """int64 [k]; an id beyond 64 bits is as good as none."""
+    """Convert numbers to int64 [k]; an id beyond 64 bits is as good as none."""
     try:
         return np.array(values, np.int64)
     except (OverflowError, TypeError):
@@ -412,7 +412,7 @@ def _list_dicts(value: object) -> list[dict[str, Any]]:
 
 
 def _choose_facts(header: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Those of the header's values that are worth showing."""
+    """Choose those of the header's values that are worth showing."""
     facts: dict[str, Any] = {}
     for name in names:
         value = header.get(name)
@@ -510,7 +510,7 @@ def read_kineto(
 
 
 def _describe_shortened(collected: Collected, until_ns: int, first_ns: int) -> str:
-    """What was read of a trace with more events than are held."""
+    """Describe what was read of a trace with more events than are held."""
     read_s = significant((until_ns - first_ns) / 1e9)
     whole_s = significant((collected.last_ns - first_ns) / 1e9)
     return (
@@ -577,7 +577,7 @@ def _build_trace(
 
 
 def _join_threads(columns: Columns, collected: Collected) -> tuple[tuple[str, str], ...]:
-    """(process, thread) by number; files of 2021 write the same thread's id as a number and as a string."""
+    """Join (process, thread) by number; files of 2021 write the same thread's id as a number and as a string."""
     threads: Numbered[tuple[str, str]] = Numbered()
     numbers = []
     for pid, tid in collected.threads:
@@ -588,7 +588,7 @@ def _join_threads(columns: Columns, collected: Collected) -> tuple[tuple[str, st
 
 
 def _find_memory_types(collected: Collected) -> set[int]:
-    """torch's numbers of the types of the devices on which memory was allocated, without the host's."""
+    """Find torch's numbers of the types of the devices on which memory was allocated, without the host's."""
     types: set[int] = set()
     for chunk in collected.instants:
         types.update(np.unique(chunk["device_type"]).tolist())

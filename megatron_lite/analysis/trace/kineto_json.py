@@ -59,7 +59,7 @@ NO_ARGS = Args()
 
 
 class Entry(msgspec.Struct, gc=False):
-    """One entry of traceEvents. Times are microseconds."""
+    """An entry of traceEvents. Times are microseconds."""
 
     ph: str = ""
     cat: str | None = ""
@@ -71,13 +71,13 @@ class Entry(msgspec.Struct, gc=False):
 
 
 class FloatEvent(Entry, gc=False):
-    """Its start fits a double."""
+    """An event whose start fits a double."""
 
     ts: float | None = None
 
 
 class ExactEvent(Entry, gc=False):
-    """Its start has more digits than a double holds."""
+    """An event whose start has more digits than a double holds."""
 
     ts: Decimal | None = None
 
@@ -96,12 +96,12 @@ class Metadata:
 
 
 def read_metadata(event: Event) -> Metadata:
-    """Of an entry with phase "M"."""
+    """Read the arguments of an entry with phase "M"."""
     return Metadata(event.name, event.pid, event.tid, read_text((event.args or NO_ARGS).label))
 
 
 def read_text(raw: msgspec.Raw) -> str:
-    """'' for what is no JSON text."""
+    """Read a JSON text; "" for what is none."""
     with contextlib.suppress(ValueError, RecursionError):
         value = json.loads(bytes(raw) or b'""')
         return value if isinstance(value, str) else ""
@@ -154,7 +154,10 @@ def mend_json(text: bytes) -> bytes:
 
 
 def decode_event(text: bytes) -> Event | None:
-    """One event whose fields may be of any type: what does not fit is left out; None for what is no event."""
+    """Decode an event whose fields may be of any type.
+
+    A field that does not fit is left out. None for what is no event.
+    """
     events = decode_events(text) or ()
     if len(events) == 1 and events[0].ph:
         return events[0]
@@ -418,7 +421,7 @@ class Chunks:
         self._at += by
 
     def _read_header(self, ended: bool) -> dict[str, Any]:
-        """What stands before and after the events; only what stands before where the end is missing or damaged."""
+        """Read what stands before and after the events; only what stands before where the end is missing or damaged."""
         whole = [self._before + b'"traceEvents":[]' + self._text] if ended else []
         for text in (*whole, self._before.rstrip(_BLANK) + b"}"):
             with contextlib.suppress(ValueError, RecursionError):

@@ -1,5 +1,7 @@
-"""What an event of a Chrome trace is, by its category, its process' name or its own; which device and stream it ran on;
-and which events with a length nobody reads."""
+"""Tell what an event of a Chrome trace is, by its category, its process' name or its own.
+
+Also which device and stream it ran on, and which events with a length nobody reads.
+"""
 
 import re
 from collections import Counter
@@ -76,8 +78,10 @@ Columns = dict[str, NDArray[Any]]
 
 
 def category_of_ascend(event: Event) -> str:
-    """torch_npu writes no categories for tasks of the device and for the calls that start them;
-    their arguments tell."""
+    """Find the category of tasks of an Ascend device and of the calls that start them, by their arguments.
+
+    Its profiler, torch_npu, writes none for them.
+    """
     args = event.args or NO_ARGS
     if args.task:
         return ASCEND_TASK + read_text(args.task)
@@ -107,7 +111,7 @@ def kinds_of_categories(categories: Iterable[str | None]) -> Integers:
 
 @dataclass(frozen=True)
 class Placed:
-    """What a trace shows of devices beside the columns."""
+    """Devices of a trace, as far as they are not in its columns."""
 
     accelerator: str  # of accelerators.tsv; "" for none
     unread: tuple[str, ...]  # a sentence for each track of work that nobody reads
@@ -121,7 +125,7 @@ class Tracks:
     threads: dict[tuple[Id, Id], str] = field(default_factory=dict)
 
     def add(self, entries: Sequence[Metadata]) -> None:
-        """Of entries with phase "M"."""
+        """Add the processes' names of entries with phase "M"."""
         for entry in entries:
             if entry.name == "process_name":
                 self.processes[entry.pid] = entry.label[:MAX_TEXT]
@@ -129,7 +133,7 @@ class Tracks:
                 self.threads[entry.pid, entry.tid] = entry.label[:MAX_TEXT]
 
     def process(self, pid: Id) -> str:
-        """Its name, else its id if that is a text."""
+        """Name a process, or give its id if that is a text."""
         return self.processes.get(pid) or (pid if isinstance(pid, str) else "")
 
 
@@ -184,7 +188,7 @@ def _find_kinds(
     threads: Sequence[tuple[Id, Id]],
     kind: Integers,
 ) -> Integers:
-    """uint8 [n]: the kind of each event by its category, else by its process. kind: by category."""
+    """Find the kind of each event by its category, else by its process: uint8 [n]. kind: by category."""
     kinds = [KIND_OF_PROCESS.get(pid, Kind.OTHER) for pid, _ in threads]
     kind_of_thread = np.array(kinds, np.uint8)
     kind_by_process = kind_of_thread[columns["thread"]]
@@ -192,7 +196,7 @@ def _find_kinds(
 
 
 def _is_named(pattern: re.Pattern[str], names: Sequence[str], columns: Columns) -> Flags:
-    """bool [n]: whether the pattern fits the name of each event; each distinct name is asked once."""
+    """Tell for each event (bool [n]) whether the pattern fits its name; each distinct name is asked once."""
     answers = (bool(pattern.match(name)) for name in names)
     fits = np.fromiter(answers, bool, len(names))
     return fits[columns["name"]]
@@ -222,7 +226,7 @@ def _limit(numbers: Integers, limit: int) -> Integers:
 
 
 def _read_last_numbers(ids: Iterable[Id]) -> Integers:
-    """int64 [k]: 7 for 7, "7" and "stream 7"; -1 for an id without a number at its end."""
+    """Read the number at the end of each id: int64 [k], 7 for 7, "7" and "stream 7"; -1 for an id without one."""
     numbers = []
     for one in ids:
         found = re.search(r"\d{1,18}$", str(one))
@@ -248,7 +252,7 @@ def _place_ascend(
     """
 
     def is_on(*wanted: str) -> Flags:
-        """bool [n]: whether the name of each event's process is one of these."""
+        """Tell for each event (bool [n]) whether the name of its process is one of these."""
         is_wanted = np.array([process in wanted for process in processes], bool)
         return is_wanted[columns["thread"]]
 
@@ -340,13 +344,7 @@ def _find_unread(
     They are those of an accelerator, and any long track of its own: beside device work only those of processes that are
     no host's, whose threads do many things. The arguments are find_kinds_and_devices'; category: [n].
     """
-    kind = columns["kind"]
-    thread = columns["thread"]
-    is_read = ~np.isin(kind, (Kind.OTHER, Kind.OVERHEAD))
-    read_threads = set(np.unique(thread[is_read]).tolist())
-    of_host = np.unique(thread[np.isin(kind, HOST_KINDS)])
-    host_processes = {threads[number][0] for number in of_host.tolist()}
-    has_work = bool(np.isin(kind, DEVICE_KINDS).any())
+    read = _find_read_tracks(columns, threads)
     counted: Counter[str] = Counter()
     for unread in _count_unread(columns, category):
         said = categories[unread.category] or ""
@@ -355,16 +353,41 @@ def _find_unread(
             continue
         owner = find_track_owner(f"{process} {said}")
         pid, tid = threads[unread.thread]
-        may_matter = not has_work or pid not in host_processes
-        is_own_track = unread.thread not in read_threads
-        matters = may_matter and is_own_track and unread.share >= MIN_SHARE
-        if owner or matters:
+        is_long = unread.share >= MIN_SHARE
+        if owner or (is_long and read.leaves_out(unread.thread, pid)):
             where = process or tracks.threads.get((pid, tid)) or f"{pid}, {tid}"
             counted[_describe_track(owner, where, said)] += unread.events
-    sentences = []
-    for track, events in counted.most_common(MAX_SENTENCES):
-        sentences.append(f"events of {track} were not read: {events:,}")
-    return tuple(sentences)
+    return tuple(f"events of {track} were not read: {events:,}" for track, events in counted.most_common(MAX_SENTENCES))
+
+
+@dataclass(frozen=True)
+class _ReadTracks:
+    """Tracks of a trace from which events are read."""
+
+    threads: frozenset[int]  # by number
+    host_processes: frozenset[Id]
+    has_device_work: bool
+
+    def leaves_out(self, thread: int, process: Id) -> bool:
+        """Whether a track is one of its own, and may hold work that is missing.
+
+        Beside device work a host's other threads do not matter.
+        """
+        may_matter = not self.has_device_work or process not in self.host_processes
+        return may_matter and thread not in self.threads
+
+
+def _find_read_tracks(columns: Columns, threads: Sequence[tuple[Id, Id]]) -> _ReadTracks:
+    """Find the tracks from which events are read. threads: process and id of each thread."""
+    kind = columns["kind"]
+    thread = columns["thread"]
+    is_read = ~np.isin(kind, (Kind.OTHER, Kind.OVERHEAD))
+    of_host = np.unique(thread[np.isin(kind, HOST_KINDS)])
+    return _ReadTracks(
+        threads=frozenset(np.unique(thread[is_read]).tolist()),
+        host_processes=frozenset(threads[number][0] for number in of_host.tolist()),
+        has_device_work=bool(np.isin(kind, DEVICE_KINDS).any()),
+    )
 
 
 @dataclass(frozen=True)

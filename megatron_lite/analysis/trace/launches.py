@@ -131,7 +131,7 @@ def describe_early(trace: Trace, work: Integers) -> str:
 
 
 def describe_launches(launches: Launches) -> str:
-    """'200 kernel launches (urEnqueueKernelLaunch)'."""
+    """Describe launches as in "200 kernel launches (urEnqueueKernelLaunch)"."""
     number = len(launches.rows)
     singular, plural = {
         "kernel": ("kernel launch", "kernel launches"),

@@ -70,8 +70,10 @@ _SYNCS = {1: "Event Sync", 2: "Stream Wait Event", 3: "Stream Sync", 4: "Context
 
 
 def parse_range(text: str) -> tuple[str, Kind, int, Shapes | None]:
-    """(name, kind, autograd's sequence number or -1, shapes) of a range's text: OP for the ranges that PyTorch emits
-    for operators, ANNOTATION for those that code named."""
+    """Parse the text of a range: name, kind, autograd's sequence number or -1, and shapes.
+
+    The kind is OP for the ranges that PyTorch emits for operators, ANNOTATION for those that code named.
+    """
     found = _EMITTED.match(text)
     if found is None or len(found["name"]) == len(text):
         kind = Kind.OP if _OPERATOR.match(text) else Kind.ANNOTATION
@@ -129,7 +131,7 @@ class _Tables:
         return "NVTX_EVENTS" in self.columns or any(table.startswith(prefixes) for table in self.columns)
 
     def have(self, table: str, *columns: str) -> bool:
-        """Is the table there, with all of these columns?"""
+        """Whether the table is there, with all of these columns."""
         return table in self.columns and self.columns[table].issuperset(columns)
 
     def integers(self, table: str, *columns: str) -> Integers:
@@ -159,7 +161,7 @@ class _Tables:
         return f"coalesce({', '.join(texts)}, NULL)"
 
     def ranges(self) -> tuple[Integers, list[str]]:
-        """(int64 [rows, 3]: start, end, thread of the NVTX ranges that ended; their texts)."""
+        """Read the NVTX ranges that ended: int64 [rows, 3] of start, end and thread, and their texts."""
         text = self.text_of_nvtx()
         if not text:
             return np.empty((0, 3), np.int64), []
@@ -177,7 +179,7 @@ class _Tables:
         return np.array(numbers, np.int64).reshape(-1, 3), texts
 
     def marks(self) -> dict[int, str]:
-        """{process: the NVTX mark that names its rank}."""
+        """Read for each process the NVTX mark that names its rank."""
         text = self.text_of_nvtx()
         if not text:
             return {}
@@ -298,7 +300,7 @@ def _read_ranges(
 
 @dataclass(frozen=True)
 class _Report:
-    """What a report says of all its processes."""
+    """Facts that a report tells of all its processes."""
 
     file_name: str
     names: tuple[str, ...]
@@ -347,7 +349,7 @@ def _build_trace(report: _Report, pid: int, columns: dict[str, Integers]) -> Tra
 
 
 def _choose_own(told: tuple[tuple[int | None, str], ...], pid: int) -> tuple[str, ...]:
-    """What is told of that process, or of all."""
+    """Choose what is told of that process, or of all."""
     return tuple(text for owner, text in told if owner in (pid, None))
 
 
@@ -356,7 +358,7 @@ def _quote(diagnostic: str) -> str:
 
 
 def _describe_whole_graphs(events: Events, names: tuple[str, ...]) -> list[str]:
-    """What is known of CUDA graphs that are recorded as a whole."""
+    """Describe what is known of CUDA graphs that are recorded as a whole."""
     kernels = events.name[events.kind == Kind.KERNEL]
     graphs = 0
     for name, times in zip(*np.unique(kernels, return_counts=True)):
@@ -374,7 +376,11 @@ def _describe_whole_graphs(events: Events, names: tuple[str, ...]) -> list[str]:
 
 
 def _build_events(columns: dict[str, Integers]) -> tuple[Events, list[int], int, list[str]]:
-    """(Events of one process, ids of its threads, start of the first in the report's time, notes)"""
+    """Build the events of one process.
+
+    Returns:
+        The events, ids of its threads, start of the first event in the report's time, and notes.
+    """
     start = columns["start"]
     end = np.maximum(columns["end"], start)
     first = int(start.min())

@@ -1,5 +1,4 @@
-"""What a report of Nsight Systems lacks, by its own words,
-and which of its tables hold work of a device that is not read."""
+"""Tell what a report of Nsight Systems lacks, by its own words and by tables that are not read."""
 
 import re
 import sqlite3
@@ -114,7 +113,7 @@ def read_diagnostics(query: Query, columns: Columns) -> Owned:
 
 
 def name_database(path: Path) -> str:
-    """Which other profiler wrote the sqlite file; '' for what may be of Nsight Systems, or cannot be read."""
+    """Name the other profiler that wrote the sqlite file; "" for what may be of Nsight Systems, or cannot be read."""
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)) as database:
             tables = {str(name) for (name,) in database.execute("SELECT name FROM sqlite_master")}

@@ -27,7 +27,7 @@ UNKNOWN = -1
 
 @dataclass(frozen=True)
 class Owners:
-    """Which process each event belongs to."""
+    """Processes that the events belong to."""
 
     process: Integers  # int64 [n], index; UNKNOWN for none
     doubt: str = ""  # why work of devices may be another process'; "" if it is certain
@@ -159,7 +159,7 @@ def _find_owners(
 
 
 def _find_owners_of_ids(names: list[str], found: list[int]) -> Integers:
-    """int64 [ids]: the process whose id has the same text before its number, if it is the only one; else UNKNOWN."""
+    """Find for each id (int64 [ids]) the only process whose id has the same text before its number; else UNKNOWN."""
     prefixes = [_LAST_NUMBER.sub("", name).strip() for name in names]
     own_prefixes = [prefixes[number] for number in found]
     owner = np.full(len(names), UNKNOWN)
@@ -171,7 +171,10 @@ def _find_owners_of_ids(names: list[str], found: list[int]) -> Integers:
 
 
 def _measure_fitting(fits: NDArray[np.bool_], work: Integers) -> Numbers:
-    """float [processes]: the share of the device work that the calls of each process fit. fits: [processes, n]."""
+    """Measure the share of the device work that the calls of each process fit: float [processes].
+
+    fits: [processes, n].
+    """
     if not len(work):
         return np.zeros(len(fits))
     shares: Numbers = fits[:, work].mean(axis=1)
@@ -179,7 +182,7 @@ def _measure_fitting(fits: NDArray[np.bool_], work: Integers) -> Numbers:
 
 
 def _find_fitting(trace: Trace, is_host: Flags) -> Flags:
-    """bool [n]: whether a call has the event's correlation id, and begins before the event does.
+    """Tell for each event (bool [n]) whether a call has its correlation id and begins before it.
 
     is_host: [n], the events among which calls count.
     """
@@ -199,7 +202,7 @@ def _find_fitting(trace: Trace, is_host: Flags) -> Flags:
 
 
 def _choose_processes(shares: Numbers) -> Integers:
-    """int64 [groups]: the process whose calls fit each device's work clearly best; UNKNOWN where none does.
+    """Choose the process whose calls fit each device's work clearly best: int64 [groups]; UNKNOWN where none does.
 
     Where there are as many devices as processes, each process drives one: what is taken by one device is not asked
     again.

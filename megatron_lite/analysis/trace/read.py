@@ -1,4 +1,4 @@
-"""Any files that may be traces -> their traces, or what is made of them; several files at once, in a process each."""
+"""Read files that may be traces, and what is made of them; several files at once, in a process each."""
 
 import contextlib
 import gzip
@@ -41,8 +41,16 @@ def say_nothing(*told: object, lasting: bool = False) -> None:
 def read_traces(
     path: Path, max_events: int = MAX_EVENTS, report: Callable[[int], None] = say_nothing
 ) -> tuple[Trace, ...]:
-    """The traces in the file `path`: one per process (most files of torch.profiler hold one).
-    Raises TraceError, one line, for what is no trace. max_events, report: as of read_kineto."""
+    """Read the traces in a file: one per process (most files of torch.profiler hold one).
+
+    Args:
+        path: The file.
+        max_events: Events that are held at most; see read_kineto.
+        report: Called with the number of bytes that were read so far.
+
+    Raises:
+        TraceError: The file is no trace; one line.
+    """
     if path.suffix in NSYS_REPORTS:
         raise TraceError(f"{path}: {export_first(path)}")
     try:
@@ -62,7 +70,7 @@ def read_traces(
 
 
 def export_first(report: Path) -> str:
-    """What to do with a report of Nsight Systems."""
+    """Say what to do with a report of Nsight Systems."""
     if report.suffix == ".qdstrm":
         return (
             "what nsys recorded, not imported yet; run QdstrmImporter -i on it, then nsys export --type sqlite on its "
@@ -79,8 +87,13 @@ def first_bytes(path: Path, count: int) -> bytes:
 
 
 def any_block(path: Path, test: Callable[[bytes], bool], max_bytes: int = 256 << 20) -> bool:
-    """Does `test` hold for any piece of the file's text? Of longer files for the first max_bytes;
-    False where it cannot be read."""
+    """Whether `test` holds for any piece of a file's text; False where it cannot be read.
+
+    Args:
+        path: The file.
+        test: Asked of each piece.
+        max_bytes: Bytes that are read at most, from the beginning.
+    """
     read = 0
     with contextlib.suppress(OSError, EOFError, zlib.error), open_foreign(path) as raw:
         file = gzip.open(raw) if raw.peek(2).startswith(GZIP_MAGIC) else raw
@@ -94,11 +107,15 @@ def any_block(path: Path, test: Callable[[bytes], bool], max_bytes: int = 256 <<
 
 
 def readers(paths: Sequence[Path], work: Work[Result], say: Say = say_nothing) -> Iterator[Callable[[], Result]]:
-    """For each path a function that gives what `work` makes of the file, or raises what it raises. say(how far it is)
-    meanwhile; for files that take seconds say(what is read, lasting=True) before anything else.
+    """Yield for each path a function that gives what `work` makes of the file, or raises what it raises.
 
     Of each file so many events are read that all of them take half of this machine's memory at most; a part too small
     says nothing. Several files are read and worked on in a process each, so that `work` must be a module's function.
+
+    Args:
+        paths: The files.
+        work: What is made of each file's traces.
+        say: Told how far reading is; for files that take seconds first told, with lasting=True, what is read.
     """
     max_events = _find_max_events(len(paths))
     workers = min(_count_cores(), len(paths))
@@ -168,7 +185,7 @@ def _take_result(future: "Future[Result]", again: Callable[[], Result]) -> Resul
 
 
 def are_large(paths: Sequence[Path]) -> bool:
-    """Does it take seconds to read them?"""
+    """Whether it takes seconds to read these files."""
     text_bytes = (file_bytes(path) * (TEXT_PER_GZIP_BYTE if path.suffix == ".gz" else 1) for path in paths)
     return sum(text_bytes) >= MIN_LARGE_BYTES
 
