@@ -24,7 +24,7 @@ from megatron_lite.config.args import Args
 from megatron_lite.config.flags import list_flags
 from megatron_lite.config.world import World
 from megatron_lite.formats.hardware import PROCESSORS
-from megatron_lite.formats.run_record import Plan, Shape, Sharding
+from megatron_lite.formats.run_record import Plan, Settings, Shape, Sharding
 from megatron_lite.planner.find_processors import find_processors
 
 README_SCRIPT = REPO / "examples" / "gpt3" / "train_gpt3_857m_distributed.sh"
@@ -285,7 +285,7 @@ def test_the_trainer_takes_what_a_finding_names(tmp_path, code, write_case):
     ],
 )
 def test_a_size_is_named_with_the_flag_without_which_it_is_refused(run, size, wanted, changed):
-    facts = SimpleNamespace(shape=convert(run, Shape), argument=run.get)
+    facts = SimpleNamespace(shape=convert(run, Shape), settings=convert(run, Settings))
     said = suggest_size(facts, size, wanted)
     assert said.partition(" (")[0] == changed
     heads, kv = run.get("num_attention_heads", 4), run.get("kv_channels")
@@ -295,7 +295,7 @@ def test_a_size_is_named_with_the_flag_without_which_it_is_refused(run, size, wa
 
 @pytest.mark.parametrize(("now", "smaller"), [(1, None), (2, 1), (3, 1), (4, 2), (5, 1), (6, 3), (9, 3), (16, 8)])
 def test_a_smaller_micro_batch_divides_every_batch_that_the_larger_one_divides(now, smaller):
-    facts = SimpleNamespace(argument={"micro_batch_size": now}.get)
+    facts = SimpleNamespace(settings=Settings(micro_batch_size=now))
     assert Facts.smaller_micro_batch.fget(facts) == smaller
 
 
@@ -305,7 +305,7 @@ def test_ranks_that_shard_state_are_not_sent_to_buckets():
         remedy = communication_rules._advise_shards(facts)
         assert remedy.flags == (flag,) and "bucket" not in remedy.advice
     plan = Plan(sharding=Sharding(ranks=2), precision="fp32")
-    sharded = SimpleNamespace(plan=plan, has_plan=True, argument=lambda name: None)
+    sharded = SimpleNamespace(plan=plan, has_plan=True, settings=Settings())
     assert communication_rules._advise_on_tail(sharded).flags == ("--global-batch-size",)
 
 
