@@ -35,8 +35,6 @@ from megatron_lite.variables import MORE_QUEUES, QUEUES, has_needless_order
 
 # --- gradients
 
-BACKWARD_PHASE = Phase.BACKWARD.value
-GRAD_SYNC = Phase.GRAD_SYNC.value
 NS_PER_MS = 1e6
 
 
@@ -49,7 +47,7 @@ def _find_reductions(facts: Facts, one: RankFacts) -> Integers:
     """
     if facts.splits_model:
         return np.empty(0, np.int64)
-    return one.in_phases(find_rows_for(one, (GRADIENTS, REST)), BACKWARD_PHASE, GRAD_SYNC)
+    return one.in_phases(find_rows_for(one, (GRADIENTS, REST)), Phase.BACKWARD.value, Phase.GRAD_SYNC.value)
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ def _measure_reduction(facts: Facts, one: RankFacts) -> Reduction | None:
     The result is None without collectives of gradients, or where the trace does not say what backward is.
     """
     rows = _find_reductions(facts, one)
-    backward = one.in_phases(one.compute_rows(), BACKWARD_PHASE)
+    backward = one.in_phases(one.compute_rows(), Phase.BACKWARD.value)
     if not len(rows) or not len(backward):
         return None
     step = one.placing.step
