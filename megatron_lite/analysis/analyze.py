@@ -1,4 +1,4 @@
-"""From files to a Report: read, place, time, kernels, ranks, memory, run, findings, verdict. No printing here.
+"""Analysis from files to a Report: read, place, time, kernels, ranks, memory, run, findings, verdict. No printing here.
 
 What only snapshots or run folders need is imported where they are read: a trace's report is not to wait for it.
 """
@@ -38,13 +38,22 @@ MAX_GAPS_NAMED = 3  # in the message where nothing can be read
 
 
 def describe_run(paths: Sequence[Path | str], facts: Facts) -> str:
-    """Write the title of a report: "run-1: 2 ranks, NVIDIA H100, GPT 24 x 1024";
-    parts that are not known are left out."""
+    """Write the title of a report: "run-1: 2 ranks, NVIDIA H100, GPT 24 x 1024".
+
+    Parts that are not known are left out.
+    """
     first = Path(paths[0])
-    name = first.name or first.resolve().name or str(first)
+    name = first.name
+    if not name:
+        # "." and ".." have no name of their own
+        name = first.resolve().name or str(first)
     if len(paths) > 1:
         name += f" and {len(paths) - 1} more"
-    parts = [_describe_ranks(facts), _describe_device(facts), _describe_model(facts)]
+    parts = [
+        _describe_ranks(facts),
+        _describe_device(facts),
+        _describe_model(facts),
+    ]
     known = [part for part in parts if part]
     if not known:
         return name
@@ -78,7 +87,10 @@ def _find_world_size(facts: Facts) -> int | None:
         world_sizes.insert(0, facts.ranks.world_size)
     if facts.run:
         world_sizes.append(facts.run.world_size)
-    return next((world_size for world_size in world_sizes if world_size), None)
+    for world_size in world_sizes:
+        if world_size:
+            return world_size
+    return None
 
 
 def _describe_device(facts: Facts) -> str:
@@ -116,7 +128,15 @@ class _Gaps:
             self.found.append(text)
 
     def attempt(self, what: str, work: Callable[..., Result], *given: Any) -> Result | None:
-        """`work(*given)`, or None with a gap: one line for an unreadable file, the place for a mistake of ours."""
+        """Return `work(*given)`; None where it fails.
+
+        The gap is one line for an unreadable file, and names the place for a mistake of ours.
+
+        Args:
+            what: names the part in the line.
+            work: does it.
+            given: arguments of `work`.
+        """
         try:
             return work(*given)
         except UserError as error:
@@ -125,7 +145,8 @@ class _Gaps:
             self.add(f"{what}: not enough memory to read it")
         except Exception as error:  # noqa: BLE001  a foreign file that nobody foresaw must not take the rest along
             *_, innermost = traceback.extract_tb(error.__traceback__)
-            kind = f"{type(error).__name__} in {Path(innermost.filename).name}:{innermost.lineno}: {error}"
+            place = f"{Path(innermost.filename).name}:{innermost.lineno}"
+            kind = f"{type(error).__name__} in {place}: {error}"
             self.add(f"{what}: could not be analyzed: a bug in megatron_lite ({kind}); please report it")
         return None
 
@@ -167,11 +188,11 @@ def analyze(paths: Sequence[Path | str], say: Callable[..., None] = say_nothing)
     facts = replace(facts, gaps=tuple(facts.in_words(gap) for gap in gaps.found))
     verdict = build_verdict(facts, findings)
     return Report(
-        tuple(str(path) for path in paths),
-        describe_run(paths, facts),
-        verdict,
-        limit_certainty(findings, verdict.confidence),
-        facts,
+        paths=tuple(str(path) for path in paths),
+        title=describe_run(paths, facts),
+        verdict=verdict,
+        findings=limit_certainty(findings, verdict.confidence),
+        facts=facts,
         looks=judgement.looks,
         checks=checks or (),
         read_s=time.monotonic() - started,
@@ -191,11 +212,15 @@ def _read_ranks(paths: Sequence[Path], say: Callable[..., None], gaps: _Gaps) ->
     """
     found: list[RankFacts] = []
     for path, read in zip(paths, readers(paths, analyze_file, say)):
-        ranks, missing = gaps.attempt(path.name, read) or ((), ())
+        result = gaps.attempt(path.name, read)
+        if result is None:
+            continue
+        ranks, missing = result
         found.extend(ranks)
         for text in missing:
             gaps.add(text)
-    return sorted(found, key=lambda rank: (rank.time.rank is None, rank.time.rank or 0))
+    found.sort(key=lambda rank: (rank.time.rank is None, rank.time.rank or 0))
+    return found
 
 
 def _read_run(folders: Sequence[Path], gaps: _Gaps) -> Run | None:
@@ -255,7 +280,9 @@ def analyze_file(path: Path, max_events: int, report: Callable[[int], None]) -> 
     """Read and analyze the traces of one file.
 
     Args:
-        path, max_events, report: as of read_traces.
+        path: the file.
+        max_events: how many events are read at most.
+        report: called with the number of events that were read so far.
 
     Returns:
         The facts of each trace, and a line for each part of the analysis that failed.
@@ -297,8 +324,10 @@ def _read_snapshots(paths: Sequence[Path], say: Callable[..., None], gaps: _Gaps
 
     found = []
     for path in paths:
-        say(f"reading {path.name} ({size(file_bytes(path))})", lasting=are_large([path]))
+        file_size = size(file_bytes(path))
+        say(f"reading {path.name} ({file_size})", lasting=are_large([path]))
         snapshot = gaps.attempt(path.name, read_snapshot, path)
         if snapshot:
             found.append(snapshot)
-    return tuple(sorted(found, key=lambda snapshot: (snapshot.rank is None, snapshot.rank or 0)))
+    found.sort(key=lambda snapshot: (snapshot.rank is None, snapshot.rank or 0))
+    return tuple(found)

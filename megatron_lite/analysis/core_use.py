@@ -1,4 +1,4 @@
-"""What a rank got of the machine's cores, by whoever recorded it: a line of steps.jsonl, or the header of a trace."""
+"""Use of the machine's cores by a rank, by whoever recorded it: a line of steps.jsonl, or the header of a trace."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -29,13 +29,15 @@ class CoreUse:
 
     @property
     def is_known(self) -> bool:
-        """Does it tell whether the rank had its cores?"""
+        """Whether the figures tell if the rank had its cores."""
         return self.wait_ms is not None or (self.switches is not None and bool(self.cpu_ms))
 
     @property
     def is_short(self) -> bool:
-        """The training thread, or where only switches are counted any thread,
-        lacks a core for a notable part of the time."""
+        """Whether the training thread lacks a core for a notable part of the time.
+
+        Where only switches are counted, it may be any thread.
+        """
         if self.wait_share is not None:
             return self.wait_share >= WITHOUT_CORE
         if self.switches is None or not self.cpu_ms:
@@ -62,7 +64,7 @@ class CoreShortage:
 
 
 def read_core_use(written: Any) -> CoreUse | None:
-    """What the header of a trace says of its recorded steps; None for nothing, or for what makes no sense."""
+    """Read what the header of a trace says of its recorded steps; None for nothing, or for what makes no sense."""
     try:
         told = msgspec.convert(written, RecordedCores)
     except msgspec.ValidationError:

@@ -1,4 +1,4 @@
-"""What lies under the paths that a user gave: traces, memory snapshots, run folders; recognized by content."""
+"""Files under the paths that a user gave: traces, memory snapshots, run folders; recognized by content."""
 
 import math
 import os
@@ -6,9 +6,8 @@ import re
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
-from itertools import islice
 from pathlib import Path
 
 from megatron_lite.analysis.memory.snapshot_forms import (
@@ -24,6 +23,7 @@ from megatron_lite.analysis.trace.kineto import rank_in_name
 from megatron_lite.analysis.trace.read import NSYS_REPORTS, SQLITE_MAGIC, any_block, export_first, first_bytes
 from megatron_lite.errors import UserError
 from megatron_lite.formats.file_names import RANKS_FILE, RUN_FILE, STEPS_FILE
+from megatron_lite.formats.run_record import Settings
 from megatron_lite.run_folder import PROCESS_FOLDER, iteration_of
 from megatron_lite.shared_files import open_foreign
 from megatron_lite.units import counted
@@ -33,13 +33,33 @@ Ignored = list[tuple[Path, str]]  # with the reason
 # --- what a single file is, by its first bytes
 
 TRACE_HEAD_BYTES = 1 << 20  # a trace's events begin after its header, which may hold a list of all packages
-OWN_FILES = re.compile(
-    r"(report|manifest|ranks|run-[\d-]+)\.json"
-)  # of a run folder; what run.json names is read elsewhere
-CANDIDATES = (".json", ".gz", ".sqlite", ".sqlite3", ".db", ".pickle", ".pkl", *NSYS_REPORTS)
+# of a run folder; what run.json names is read elsewhere
+OWN_FILES = re.compile(r"(report|manifest|ranks|run-[\d-]+)\.json")
+CANDIDATES = (
+    ".json",
+    ".gz",
+    ".sqlite",
+    ".sqlite3",
+    ".db",
+    ".pickle",
+    ".pkl",
+    *NSYS_REPORTS,
+)
 # in a folder such files are mostly something else, such as checkpoints: named only if they hold a snapshot
-PERHAPS = (".bz2", ".xz", ".zst", ".pt", ".pth", ".zip", ".snapshot", ".dump", ".p", ".html")
+PERHAPS = (
+    ".bz2",
+    ".xz",
+    ".zst",
+    ".pt",
+    ".pth",
+    ".zip",
+    ".snapshot",
+    ".dump",
+    ".p",
+    ".html",
+)
 _HEADER = (b'"schemaVersion"', b'"distributedInfo"')  # torch writes them first
+_INFO_BYTES = 4096  # of "distributedInfo" that are read
 _TAIL_BYTES = 64  # room for line ends after the last bracket
 # an event's arguments come before its phase where keys are sorted
 _BARE_LIST = re.compile(rb'\s*\[\s*\{.{0,4096}?"ph"\s*:\s*"[A-Za-z]"', re.DOTALL)
@@ -50,7 +70,7 @@ _TIME_IN_NAME = re.compile(r"(?<!\d)(\d{13,19})(?!\d)")  # since 1970, in ms (20
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file: what it is, and what its beginning and name say of its rank and time."""
+    """A file: what it is, and what its beginning and name say of its rank and time."""
 
     path: Path
     what: str  # "trace", "nsys", "snapshot", "run", or "" for nothing that is read here
@@ -63,7 +83,7 @@ class SourceFile:
 
 
 def look_at(path: Path, named: bool = False) -> SourceFile:
-    """What `path` is. Never raises for what stands in the file."""
+    """Look at a file to say what it is. Never raises for what stands in the file."""
     if path.suffix in NSYS_REPORTS:
         return SourceFile(path, "", export_first(path))
     try:
@@ -80,21 +100,43 @@ def look_at(path: Path, named: bool = False) -> SourceFile:
         return SourceFile(path, "", f"cannot be opened ({error.strerror or error})")
     what, why_not = _classify(path, head)
     if packing and what not in ("", "snapshot"):
-        what, why_not = "", f"packed with {packing}; unpack it first, or pack it with gzip"
-    if what == "trace" and (foreign := _find_foreign_writer(path, head)):
-        what, why_not = "", foreign
-    rank, size, whole = rank_in_name(path.name), None, True
+        what = ""
+        why_not = f"packed with {packing}; unpack it first, or pack it with gzip"
     if what == "trace":
-        if (at := head.find(_HEADER[1])) >= 0:
-            info = head[at : at + 4096]  # its groups may list many ranks after these two
-            found, found_size = _RANK.search(info), _WORLD_SIZE.search(info)
-            rank, size = int(found[1]) if found else rank, int(found_size[1]) if found_size else None
-        whole = any(key in head for key in _HEADER) or _has_end(path, head)
-    return SourceFile(path, what, why_not, rank, size, time_ns, named, whole)
+        why_not = _find_foreign_writer(path, head)
+        what = "" if why_not else "trace"
+    file = SourceFile(
+        path=path,
+        what=what,
+        why_not=why_not,
+        rank=rank_in_name(path.name),
+        time_ns=time_ns,
+        named=named,
+    )
+    return _read_header(file, head) if what == "trace" else file
+
+
+def _read_header(file: SourceFile, head: bytes) -> SourceFile:
+    """Add to a trace what its header tells of rank and world size, and whether the file is whole."""
+    has_header = any(key in head for key in _HEADER)
+    is_whole = has_header or _has_end(file.path, head)
+    file = replace(file, whole=is_whole)
+    at = head.find(_HEADER[1])
+    if at < 0:
+        return file
+    # its groups may list many ranks after these two
+    info = head[at : at + _INFO_BYTES]
+    rank = _RANK.search(info)
+    if rank:
+        file = replace(file, rank=int(rank[1]))
+    world_size = _WORLD_SIZE.search(info)
+    if world_size:
+        file = replace(file, world_size=int(world_size[1]))
+    return file
 
 
 def _classify(path: Path, head: bytes) -> tuple[str, str]:
-    """(what, why not)"""
+    """Tell by its first bytes what a file is, "" for nothing that is read here; and why it is not read."""
     start = head.lstrip()[:1]
     if not start:
         return "", "empty"
@@ -105,35 +147,47 @@ def _classify(path: Path, head: bytes) -> tuple[str, str]:
         other = name_database(path)
         return ("", other) if other else ("nsys", "")
     if PICKLE.match(head):
-        known = is_snapshot_beginning(head)
-        return ("snapshot", "") if known else ("", "a pickle, but no memory snapshot of PyTorch")
+        if is_snapshot_beginning(head):
+            return "snapshot", ""
+        return "", "a pickle, but no memory snapshot of PyTorch"
     if path.name == RUN_FILE and b'"schema"' in head:
         return "run", ""
-    if start in (b"{", b"[", b"<") and b'"traceEvents"' not in head and is_snapshot_beginning(head):
+    has_events = b'"traceEvents"' in head
+    if start in (b"{", b"[", b"<") and not has_events and is_snapshot_beginning(head):
         return "snapshot", ""
-    if start == b"{" and (b'"traceEvents"' in head or ".trace.json" in path.name) or _BARE_LIST.match(head):
+    if start == b"{" and (has_events or ".trace.json" in path.name):
         return "trace", ""
-    return "", "JSON, but no trace" if start in (b"{", b"[") else "neither a trace nor a memory snapshot"
+    if _BARE_LIST.match(head):
+        return "trace", ""
+    if start in (b"{", b"["):
+        return "", "JSON, but no trace"
+    return "", "neither a trace nor a memory snapshot"
 
 
 def _find_foreign_writer(path: Path, head: bytes) -> str:
-    """Why the trace is none of PyTorch's; '' where it is, or where only the whole file can tell."""
+    """Explain why a trace is none of PyTorch's; '' where it is, or where only the whole file can tell."""
     if is_of_torch(head):
         return ""
-    why_not = describe_foreign(head, is_whole=len(head) < TRACE_HEAD_BYTES)
+    is_whole = len(head) < TRACE_HEAD_BYTES
+    why_not = describe_foreign(head, is_whole)
     # other tools, such as VizTracer, put PyTorch's events behind their own
-    return "" if why_not and len(head) == TRACE_HEAD_BYTES and any_block(path, is_of_torch) else why_not
+    if why_not and not is_whole and any_block(path, is_of_torch):
+        return ""
+    return why_not
 
 
 def _has_end(path: Path, head: bytes) -> bool:
-    """Is the JSON closed, as far as its last bytes tell? Of long zipped files and bare lists it is believed."""
-    if head.lstrip().startswith(b"[") or (len(head) == TRACE_HEAD_BYTES and path.suffix == ".gz"):
+    """Tell by its last bytes whether the JSON is closed. Long zipped files and bare lists are believed to be."""
+    if head.lstrip().startswith(b"["):
         return True
+    end = head
     if len(head) == TRACE_HEAD_BYTES:
+        if path.suffix == ".gz":
+            return True
         with open_foreign(path) as file:
             file.seek(-_TAIL_BYTES, os.SEEK_END)
-            head = file.read()
-    return head.rstrip().endswith(b"}")
+            end = file.read()
+    return end.rstrip().endswith(b"}")
 
 
 def time_in_name(name: str) -> int | None:
@@ -162,10 +216,14 @@ def choose_newest(files: Sequence[SourceFile]) -> tuple[list[SourceFile], Ignore
         return [], []
     merged = [file for file in files if _MERGED.search(file.path.name) and not file.named]
     if 0 < len(merged) < len(files):
-        kept, ignored = choose_newest([file for file in files if file not in merged])
-        return kept, [*ignored, *((file.path, MERGE) for file in merged)]
+        single = [file for file in files if file not in merged]
+        kept, ignored = choose_newest(single)
+        ignored += [(file.path, MERGE) for file in merged]
+        return kept, ignored
     # a damaged file does not tell of which run it is
-    whole = [file for file in files if file.whole or file.named] or list(files)
+    whole = [file for file in files if file.whole or file.named]
+    if not whole:
+        whole = list(files)
     newest = max(whole, key=_age)
     ignored = [(file.path, DAMAGED) for file in files if file not in whole]
     of_same_run = []
@@ -176,11 +234,12 @@ def choose_newest(files: Sequence[SourceFile]) -> tuple[list[SourceFile], Ignore
         else:
             of_same_run.append(file)
     kept, older = _choose_newest_window(of_same_run, newest)
-    return sorted(kept, key=lambda file: (file.rank is None, file.rank or 0)), [*ignored, *older]
+    kept.sort(key=lambda file: (file.rank is None, file.rank or 0))
+    return kept, [*ignored, *older]
 
 
 def _explain_other_run(file: SourceFile, newest: SourceFile) -> str:
-    """The reason why `file` is of another run than the newest one; '' where both are of the same."""
+    """Explain why `file` is of another run than the newest one; '' where both are of the same."""
     if file.world_size != newest.world_size:
         own_size = _describe_world_size(file)
         newest_size = _describe_world_size(newest)
@@ -191,6 +250,7 @@ def _explain_other_run(file: SourceFile, newest: SourceFile) -> str:
 
 
 def _describe_world_size(file: SourceFile) -> str:
+    """Write of how many ranks a file says that its run is."""
     return counted(file.world_size, "rank") if file.world_size else UNKNOWN_SIZE
 
 
@@ -209,50 +269,72 @@ def _choose_newest_window(files: Sequence[SourceFile], newest: SourceFile) -> tu
         best = max(own, key=_age)
         who = "the same process" if rank is None else f"rank {rank}"
         # ranks write their windows at about the same time
-        if _find_nearest_in_time(by_rank[newest.rank], best) is newest:
-            kept.append(best)
-            ignored += [(file.path, _explain_older_window(file, best, who)) for file in own if file is not best]
-        else:
-            ignored += [(file.path, f"an older window; {who} has none of the newest one") for file in own]
+        if _find_nearest_in_time(by_rank[newest.rank], best) is not newest:
+            why = f"an older window; {who} has none of the newest one"
+            ignored += [(file.path, why) for file in own]
+            continue
+        kept.append(best)
+        for file in own:
+            if file is not best:
+                ignored.append((file.path, _explain_older_window(file, best, who)))
     return kept, ignored
 
 
 def _find_nearest_in_time(files: Sequence[SourceFile], other: SourceFile) -> SourceFile:
-    """The one of `files` that was written closest to `other`; of two as close the later one,
-    then one of the same name."""
+    """Find the one of `files` that was written closest to `other`.
+
+    Of two as close it is the later one, then one of the same name.
+    """
 
     def distance(file: SourceFile) -> tuple[int, int, bool]:
-        return abs(file.time_ns - other.time_ns), -file.time_ns, file.path.name != other.path.name
+        apart_ns = abs(file.time_ns - other.time_ns)
+        has_other_name = file.path.name != other.path.name
+        return apart_ns, -file.time_ns, has_other_name
 
     return min(files, key=distance)
 
 
 def _explain_older_window(file: SourceFile, best: SourceFile, who: str) -> str:
-    """The reason why `best` is read instead of `file`, both of which `who` wrote."""
+    """Explain why `best` is read instead of `file`, both of which `who` wrote."""
     if file.time_ns == best.time_ns:
         return f"the same window of {who} as {best.path.name}"
     return f"an older window of {who}; {best.path.name} is the newest"
 
 
 def choose_newest_reports(files: Sequence[SourceFile]) -> tuple[list[SourceFile], Ignored]:
-    """The same for reports of Nsight Systems: one per node, whose names differ in the node's number."""
-    newest = max(files, key=_age, default=None)
-    kept = [file for file in files if newest and _drop_rank(file.path) == _drop_rank(newest.path)]
-    ignored = [(file.path, f"older than {newest.path.name}; {ALONE}") for file in files if newest and file not in kept]
-    return sorted(kept, key=lambda file: file.path), ignored
+    """Choose the newest reports of Nsight Systems: one per node, whose names differ in the node's number.
+
+    Returns:
+        The chosen files by path, and the others with the reason why they are left out.
+    """
+    if not files:
+        return [], []
+    newest = max(files, key=_age)
+    why = f"older than {newest.path.name}; {ALONE}"
+    kept = []
+    ignored = []
+    for file in files:
+        if _drop_rank(file.path) == _drop_rank(newest.path):
+            kept.append(file)
+        else:
+            ignored.append((file.path, why))
+    kept.sort(key=lambda file: file.path)
+    return kept, ignored
 
 
 def _age(file: SourceFile) -> tuple[int, bool, str]:
-    """Of two files of one window the plain one counts as newer: it is faster to read."""
-    return file.time_ns, file.path.suffix != ".gz", file.path.name
+    """Order files by time. The plain one of two files of a window counts as newer: it is faster to read."""
+    is_plain = file.path.suffix != ".gz"
+    return file.time_ns, is_plain, file.path.name
 
 
 def _place(file: SourceFile) -> str:
-    """Folders of one run may be one per rank or node; files that were named may lie anywhere."""
+    """Name the folder of a run, which may be one per rank or node; '' for files that were named, which lie anywhere."""
     return "" if file.named else _drop_rank(file.path.parent)
 
 
 def _drop_rank(path: Path) -> str:
+    """Remove the numbers of ranks and nodes from a path."""
     return _OF_ONE_RANK.sub(r"\1", str(path))
 
 
@@ -260,33 +342,52 @@ def _drop_rank(path: Path) -> str:
 
 
 def find_artefacts(run_folder: Path) -> list[Path]:
-    """Files in the run's --tensorboard-dir and beside its --memory-snapshot-path that were written while it ran."""
-    record, _ = read_record(run_folder)  # reading the run itself says what is wrong with it
+    """List the files in the run's --tensorboard-dir and beside its --memory-snapshot-path that it wrote."""
+    # reading the run itself says what is wrong with its record
+    record, _ = read_record(run_folder)
     if record is None or record.plan is None or record.started is None:
         return []
     try:
-        started, ended = _to_seconds(record.started), _to_seconds(record.ended)
+        started_s = _to_seconds(record.started)
+        ended_s = _to_seconds(record.ended)
     except ValueError:
         return []
-    settings = record.plan.settings
+    found: set[Path] = set()
+    for written, pattern in _list_patterns(record.plan.settings):
+        # the run was perhaps started elsewhere
+        for folder in (Path(written), run_folder / written, run_folder.parent / written):
+            if folder.is_dir():
+                found.update(folder.glob(pattern))
+    return sorted(path for path in found if _was_written_between(path, started_s, ended_s))
+
+
+def _list_patterns(settings: Settings) -> list[tuple[str, str]]:
+    """List where a run with these settings writes traces and snapshots: folders, and patterns of names in them."""
     patterns = [(settings.tensorboard_dir, "*.pt.trace.json*")]
     if settings.record_memory_history and settings.memory_snapshot_path is not None:
         name = Path(settings.memory_snapshot_path)
         patterns.append((str(name.parent), f"{name.stem}*{name.suffix}"))
-    found = set()
-    for written, pattern in patterns:
-        if written is not None and "\0" not in written:
-            # the run was perhaps started elsewhere
-            for folder in (Path(written), run_folder / written, run_folder.parent / written):
-                found |= set(folder.glob(pattern)) if folder.is_dir() else set()
-    # other runs may write to the same folder; a copy may make a file younger, but leaves the time in its name
-    times = {path: time_in_name(path.name) or path.stat().st_mtime_ns for path in found}
-    ends = {path: ended if time_in_name(path.name) else math.inf for path in found}
-    return sorted(path for path in found if started - 1 <= times[path] / 1e9 <= ends[path] + 1)
+    return [(folder, pattern) for folder, pattern in patterns if folder is not None and "\0" not in folder]
+
+
+def _was_written_between(path: Path, started_s: float, ended_s: float) -> bool:
+    """Tell whether a file was written while a run ran: other runs may write to the same folder.
+
+    A copy may make a file younger, but leaves the time in its name.
+
+    Args:
+        path: the file.
+        started_s: when the run started, seconds since 1970.
+        ended_s: when it ended.
+    """
+    named_ns = time_in_name(path.name)
+    if named_ns:
+        return started_s - 1 <= named_ns / 1e9 <= ended_s + 1
+    return started_s - 1 <= path.stat().st_mtime_ns / 1e9
 
 
 def _to_seconds(text: str | None) -> float:
-    """Since 1970; endless for a run that has not ended."""
+    """Read a time as seconds since 1970; endless for a run that has not ended."""
     return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S%z").timestamp() if text else math.inf
 
 
@@ -296,28 +397,46 @@ def _to_seconds(text: str | None) -> float:
 def choose_run(
     folders: Sequence[Path], files: Sequence[SourceFile], newest: Sequence[SourceFile]
 ) -> tuple[list[Path], dict[Path, str]]:
-    """(run folders, first the one to read, which wrote one of the `newest` files or is the newest run itself; those of
-    `files` that other runs wrote, with the reason why they are left out)."""
-    folders_seen, owners = set(folders), defaultdict[Path, set[Path]](set)
-    for folder in folders_seen:
+    """Choose the run to read, of several under a folder.
+
+    Args:
+        folders: those of the runs.
+        files: traces and snapshots, of these runs or of others.
+        newest: those of them that would be read.
+
+    Returns:
+        The run folders, first the one to read, which wrote one of the `newest` files or is the newest run itself; and
+        those of `files` that other runs wrote, with the reason why they are left out.
+    """
+    owners = _find_owners(set(folders), files)
+    owners_of_newest = set[Path]().union(*(owners[file.path] for file in newest))
+
+    def order(folder: Path) -> tuple[bool, float, Path]:
+        records = [folder / name for name in (RUN_FILE, STEPS_FILE)]
+        times_s = [path.stat().st_mtime for path in records if path.exists()]
+        written_s = max(times_s, default=0.0)
+        return folder not in owners_of_newest, -written_s, folder
+
+    runs = sorted(set(folders), key=order)
+    of_others = {}
+    for file in files:
+        own = owners[file.path]
+        if own and runs[0] not in own and not file.named:
+            of_others[file.path] = f"of another run than {runs[0]}; name {min(own)} alone to read it"
+    return runs, of_others
+
+
+def _find_owners(folders: set[Path], files: Sequence[SourceFile]) -> dict[Path, set[Path]]:
+    """Find the run folders whose runs wrote each file: by their flags, or because it lies in them."""
+    owners = defaultdict[Path, set[Path]](set)
+    for folder in folders:
         for path in find_artefacts(folder):
             owners[path].add(folder)
     for file in files:
+        around = [folder for folder in file.path.parents if folder in folders]
         # the innermost of the run folders in which it lies
-        owners[file.path].update(islice((folder for folder in file.path.parents if folder in folders_seen), 1))
-
-    def order(folder: Path) -> tuple[bool, float, Path]:
-        records = (folder / name for name in (RUN_FILE, STEPS_FILE))
-        written = max((path.stat().st_mtime for path in records if path.exists()), default=0.0)
-        return not any(folder in owners[file.path] for file in newest), -written, folder
-
-    runs = sorted(folders_seen, key=order)
-    of_others = {
-        file.path: f"of another run than {runs[0]}; name {min(owners[file.path])} alone to read it"
-        for file in files
-        if not file.named and owners[file.path] and runs[0] not in owners[file.path]
-    }
-    return runs, of_others
+        owners[file.path].update(around[:1])
+    return owners
 
 
 # --- what lies under the paths that a user gave: traces, memory snapshots, run folders; recognized by content
@@ -333,7 +452,7 @@ BESIDE_TRACES = (
 
 @dataclass(frozen=True)
 class Sources:
-    """What is to be read, and what was seen and is not."""
+    """Files and folders to read, and those that were seen and are not read."""
 
     traces: tuple[Path, ...] = ()  # by rank
     snapshots: tuple[Path, ...] = ()
@@ -347,19 +466,22 @@ def discover_sources(paths: Sequence[Path]) -> Sources:
     folders += [file.path.parent for file in looked_at if file.what == "run"]
     files = [file for file in looked_at if file.what not in ("", "run")]
     left_out += [(file.path, file.why_not) for file in looked_at if not file.what]
-    runs, of_others = choose_run(folders, files, _choose_files(files)[0])
-    chosen, older = _choose_files([file for file in files if file.path not in of_others])
-    ignored = [
-        *_leave_out_exported(left_out, files),
-        *of_others.items(),
-        *older,
-        *((folder, f"another run's folder than {runs[0]}; {ALONE}") for folder in runs[1:]),
-    ]
+    newest, _ = _choose_files(files)
+    runs, of_others = choose_run(folders, files, newest)
+    of_this_run = [file for file in files if file.path not in of_others]
+    chosen, older = _choose_files(of_this_run)
+    ignored = _leave_out_exported(left_out, files)
+    ignored += of_others.items()
+    ignored += older
+    for folder in runs[1:]:
+        ignored.append((folder, f"another run's folder than {runs[0]}; {ALONE}"))
     if not (chosen or runs):
         raise UserError(_explain_nothing_found(paths, ignored))
+    traces = [file.path for file in chosen if file.what != "snapshot"]
+    snapshots = [file.path for file in chosen if file.what == "snapshot"]
     return Sources(
-        traces=tuple(file.path for file in chosen if file.what != "snapshot"),
-        snapshots=tuple(file.path for file in chosen if file.what == "snapshot"),
+        traces=tuple(traces),
+        snapshots=tuple(snapshots),
         run_folders=tuple(runs[:1]),
         ignored=tuple(ignored),
     )
@@ -377,10 +499,13 @@ def _look_under(paths: Sequence[Path]) -> tuple[list[SourceFile], list[Path], Ig
     for path in paths:
         if not path.exists():
             raise UserError(f"{path}: there is no such file or folder; check the path.")
-        if not path.is_dir() and path.name not in (RUN_FILE, STEPS_FILE, RANKS_FILE):
-            looked_at.append(look_at(path, named=True))
-            continue
-        listed = list(_list_files(path if path.is_dir() else path.parent, left_out))
+        folder = path
+        if not path.is_dir():
+            if path.name not in (RUN_FILE, STEPS_FILE, RANKS_FILE):
+                looked_at.append(look_at(path, named=True))
+                continue
+            folder = path.parent
+        listed = list(_list_files(folder, left_out))
         under = _leave_out_processes(listed, left_out)
         folders += [file.parent for file in under if file.name in (RUN_FILE, STEPS_FILE)]
         known = {file.path.resolve() for file in looked_at if file.what}
@@ -389,48 +514,64 @@ def _look_under(paths: Sequence[Path]) -> tuple[list[SourceFile], list[Path], Ig
 
 
 def _look_at_candidates(under: Sequence[Path], known: set[Path]) -> list[SourceFile]:
-    """Look at those of the files `under` a folder that may be traces or snapshots, and at what runs in it wrote
-    elsewhere.
+    """Look at the files under a folder that may be traces or snapshots, and at what runs in it wrote elsewhere.
 
     Args:
         under: the folder's files.
         known: resolved paths of the files that were looked at before.
     """
     found = [file for file in under if file.name != RUN_FILE and not OWN_FILES.fullmatch(file.name)]
-    found += [path for file in under if file.name == RUN_FILE for path in find_artefacts(file.parent)]
-    # of several paths to one file the first one counts
+    for file in under:
+        if file.name == RUN_FILE:
+            found += find_artefacts(file.parent)
+    # of several paths to one file the first one counts, which stands where the last one was found
     candidates = {file.resolve(): file for file in reversed(found) if file.suffix in CANDIDATES + PERHAPS}
-    seen = [look_at(file) for place, file in reversed(candidates.items()) if place not in known]
+    seen = []
+    for resolved, file in reversed(candidates.items()):
+        if resolved not in known:
+            seen.append(look_at(file))
     return [file for file in seen if file.what or file.path.suffix in CANDIDATES]
 
 
 def _leave_out_exported(left_out: Ignored, files: Sequence[SourceFile]) -> Ignored:
-    """`left_out` without the reports of Nsight Systems whose exported databases are among `files`."""
+    """Drop from `left_out` the reports of Nsight Systems whose exported databases are among `files`."""
     exported = {file.path.with_suffix("") for file in files if file.what == "nsys"}
-    return [
-        (path, why) for path, why in left_out if path.suffix not in NSYS_REPORTS or path.with_suffix("") not in exported
-    ]
+    kept = []
+    for path, why in left_out:
+        is_exported = path.suffix in NSYS_REPORTS and path.with_suffix("") in exported
+        if not is_exported:
+            kept.append((path, why))
+    return kept
 
 
 def _explain_nothing_found(paths: Sequence[Path], ignored: Ignored) -> str:
-    """One line that says why nothing under `paths` can be read."""
+    """Write one line that says why nothing under `paths` can be read."""
     if len(ignored) == 1:
         [(path, why)] = ignored
         return f"{path}: {why}; nothing to report on."
     line = f"{', '.join(map(str, paths))}: no trace, memory snapshot or run found"
     if not ignored:
         return f"{line}; {TO_NAME}."
-    reasons = "; ".join(f"{path.name}: {why}" for path, why in ignored[:MAX_UNREAD_REASONS])
-    more = f"; and {len(ignored) - MAX_UNREAD_REASONS} more" if len(ignored) > MAX_UNREAD_REASONS else ""
-    return f"{line} ({reasons}{more}); {TO_NAME}."
+    reasons = [f"{path.name}: {why}" for path, why in ignored[:MAX_UNREAD_REASONS]]
+    more = len(ignored) - MAX_UNREAD_REASONS
+    if more > 0:
+        reasons.append(f"and {more} more")
+    return f"{line} ({'; '.join(reasons)}); {TO_NAME}."
 
 
 def _choose_files(files: Sequence[SourceFile]) -> tuple[list[SourceFile], Ignored]:
-    """(the newest window's traces and snapshots by rank, or else its reports of Nsight Systems;
-    the others with the reason)"""
-    traces, older = choose_newest([file for file in files if file.what == "trace"])
-    snapshots, older_snapshots = choose_newest([file for file in files if file.what == "snapshot"])
-    reports, older_reports = choose_newest_reports([file for file in files if file.what == "nsys"])
+    """Choose the newest window's traces or, without any, its reports of Nsight Systems; and its snapshots.
+
+    Returns:
+        The chosen files by rank, and the others with the reason why they are left out.
+    """
+
+    def select(what: str) -> list[SourceFile]:
+        return [file for file in files if file.what == what]
+
+    traces, older = choose_newest(select("trace"))
+    snapshots, older_snapshots = choose_newest(select("snapshot"))
+    reports, older_reports = choose_newest_reports(select("nsys"))
     if traces and reports:
         older_reports += [(file.path, BESIDE_TRACES) for file in reports]
         reports = []
@@ -438,13 +579,22 @@ def _choose_files(files: Sequence[SourceFile]) -> tuple[list[SourceFile], Ignore
 
 
 def _leave_out_processes(files: Sequence[Path], left_out: Ignored) -> list[Path]:
-    """Files without those of processes that trained beside a run's first one,
-    which have folders of their own in its folder."""
+    """Leave out files of processes that trained beside a run's first one, which have folders in its folder.
+
+    Args:
+        files: all files.
+        left_out: grows by a line for each such run.
+
+    Returns:
+        The other files.
+    """
     runs = {file.parent for file in files if file.name in (RUN_FILE, STEPS_FILE)}
     beside = sorted(folder for folder in runs if folder.name.startswith(PROCESS_FOLDER) and folder.parent in runs)
     for run in sorted({folder.parent for folder in beside}):
         others = [folder.name for folder in beside if folder.parent == run]
-        named = ", ".join(others[:MAX_PROCESSES_NAMED]) + (", ..." if others[MAX_PROCESSES_NAMED:] else "")
+        named = ", ".join(others[:MAX_PROCESSES_NAMED])
+        if len(others) > MAX_PROCESSES_NAMED:
+            named += ", ..."
         said = (
             f"{len(others) + 1} processes without ranks trained at the same time; "
             "this report is of the first, the others are in"
@@ -454,13 +604,14 @@ def _leave_out_processes(files: Sequence[Path], left_out: Ignored) -> list[Path]
 
 
 def _list_files(folder: Path, left_out: Ignored) -> Iterator[Path]:
-    """Files below `folder`, without hidden ones and checkpoints."""
+    """List the files below `folder`, without hidden ones and checkpoints."""
     count = 0
 
     def complain(error: OSError) -> None:
         left_out.append((Path(error.filename), f"cannot be opened ({error.strerror})"))
 
     for place, folders, names in os.walk(folder, onerror=complain):
+        # os.walk goes into those that are left in the list
         folders[:] = sorted(name for name in folders if not name.startswith(".") and iteration_of(name) is None)
         for name in sorted(names):
             if count >= MAX_LISTED_FILES:

@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 Integers = NDArray[np.integer[Any]]
 Numbers = NDArray[np.float64]
 Flags = NDArray[np.bool_]
+MAX_INT16 = (1 << 15) - 1
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Cover:
 
     @cached_property
     def _before(self) -> Integers:
-        """int64 [m + 1]: what the first k intervals cover."""
+        """Time that the first k intervals cover, int64 [m + 1]."""
         lengths = self.end - self.start
         return np.concatenate(([0], np.cumsum(lengths)))
 
@@ -66,17 +67,19 @@ class Cover:
         before = np.searchsorted(self._before, covered, side="left")
         at = np.clip(before - 1, 0, len(self) - 1)
         left = np.maximum(covered - self._before[at], 0)
-        time: Integers = np.minimum(self.start[at] + left, self.end[at])
+        reached = self.start[at] + left
+        time: Integers = np.minimum(reached, self.end[at])
         return time
 
     def holds(self, time: ArrayLike) -> Flags:
-        """bool: whether each time lies inside an interval."""
+        """Tell of each time whether it lies inside an interval."""
         time = np.asarray(time, np.int64)
         if not len(self):
             return np.zeros(time.shape, bool)
-        at = np.searchsorted(self.start, time, side="right") - 1
-        has_begun = at >= 0
-        inside: Flags = has_begun & (time < self.end[np.maximum(at, 0)])
+        begun = np.searchsorted(self.start, time, side="right")
+        last = np.maximum(begun - 1, 0)
+        has_not_ended = time < self.end[last]
+        inside: Flags = (begun > 0) & has_not_ended
         return inside
 
 
@@ -84,7 +87,7 @@ NOTHING = Cover(np.empty(0, np.int64), np.empty(0, np.int64))
 
 
 def union(start: ArrayLike, end: ArrayLike) -> Cover:
-    """What any of the intervals covers. They may overlap, stand in any order and be empty (then they count nothing)."""
+    """Unite intervals. They may overlap, stand in any order and be empty (then they count nothing)."""
     start = np.asarray(start, np.int64)
     end = np.asarray(end, np.int64)
     real = end > start
@@ -105,14 +108,20 @@ def union(start: ArrayLike, end: ArrayLike) -> Cover:
 
 
 def joined(*covers: Cover) -> Cover:
-    """What any of the covers holds."""
+    """Unite what several covers hold."""
     start = np.concatenate([cover.start for cover in covers])
     end = np.concatenate([cover.end for cover in covers])
     return union(start, end)
 
 
 def complement(cover: Cover, start: int, end: int) -> Cover:
-    """What of [start, end) the cover leaves free."""
+    """Find what the cover leaves free of a window.
+
+    Args:
+        cover: what is taken.
+        start: where the window begins, ns.
+        end: where it ends.
+    """
     starts = np.clip(cover.start, start, end)
     ends = np.clip(cover.end, start, end)
     # each hole lasts from the end of an interval to the start of the next
@@ -122,7 +131,7 @@ def complement(cover: Cover, start: int, end: int) -> Cover:
 
 
 def intersection(one: Cover, other: Cover) -> Cover:
-    """What both covers hold."""
+    """Intersect two covers: what both hold."""
     if not len(one) or not len(other):
         return NOTHING
     start = min(one.start[0], other.start[0])
@@ -133,7 +142,7 @@ def intersection(one: Cover, other: Cover) -> Cover:
 
 
 def difference(one: Cover, other: Cover) -> Cover:
-    """What `one` holds and `other` does not."""
+    """Subtract a cover: what `one` holds and `other` does not."""
     if not len(one):
         return NOTHING
     start = int(one.start[0])
@@ -142,23 +151,26 @@ def difference(one: Cover, other: Cover) -> Cover:
 
 
 def _grouped(small: Integers) -> Integers:
-    """Stable order of few distinct numbers; for 16 bits numpy counts them instead of comparing."""
-    fits = len(small) > 0 and 0 <= small.min() and small.max() < 1 << 15
-    keys = small.astype(np.int16) if fits else small
+    """Sort few distinct numbers stably; for 16 bits numpy counts them instead of comparing."""
+    keys = small
+    if len(small) and 0 <= small.min() and small.max() <= MAX_INT16:
+        keys = small.astype(np.int16)
     return np.argsort(keys, kind="stable")
 
 
 def _nested_order(start: Integers, end: Integers, thread: Integers) -> Integers:
     """Order by thread, then start, the longer one first. A trace's own order is that already within a thread."""
-    step = np.diff(start)
-    is_tied_right = (step == 0) & (np.diff(end) <= 0)
-    if ((step > 0) | is_tied_right).all():
+    later = np.diff(start)
+    longer = np.diff(end)
+    is_tied_right = (later == 0) & (longer <= 0)
+    is_in_order = (later > 0) | is_tied_right
+    if is_in_order.all():
         return _grouped(thread)
     return np.lexsort((-end, start, thread))
 
 
 class Nesting:
-    """Ranges on threads, as a stack each: which is the innermost around a moment?
+    """Ranges on threads, as a stack each, to find the innermost around a moment.
 
     Ranges of a thread should lie inside each other or apart. Where one sticks out of the range that it began in (clocks
     are rounded), it counts as ended with that range. Empty ranges hold nothing.
@@ -166,32 +178,45 @@ class Nesting:
     All threads stand on one axis, one after the other: a key is a moment's place there, so that one search serves them
     all. At any key, as many ranges are open as have begun and not ended; the innermost of them is the last one that has
     begun at that depth.
+
+    Args:
+        rows: [k], what to answer with.
+        start: [k], ns, in any order.
+        end: [k], ns.
+        thread: [k], from 0 on.
     """
 
     def __init__(
         self,
-        rows: Integers,  # [k], what to answer with
-        start: ArrayLike,  # [k], ns, in any order
-        end: ArrayLike,  # [k], ns
-        thread: ArrayLike,  # [k], >= 0
+        rows: Integers,
+        start: ArrayLike,
+        end: ArrayLike,
+        thread: ArrayLike,
     ):
         start = np.asarray(start, np.int64)
         end = np.asarray(end, np.int64)
         thread = np.asarray(thread, np.int64)
         keep = np.flatnonzero(end > start)
-        order = _nested_order(start[keep], end[keep], thread[keep])
-        keep = keep[order]
         start = start[keep]
         end = end[keep]
         thread = thread[keep]
+        order = _nested_order(start, end, thread)
+        keep = keep[order]
+        start = start[order]
+        end = end[order]
+        thread = thread[order]
         self.rows = np.asarray(rows, np.int64)[keep]
-        self._low = int(start.min()) if len(keep) else 0
+        self._low = 0
         # length of a thread's part of the axis
-        self._axis = int(end.max()) - self._low + 2 if len(keep) else 1
+        self._axis = 1
+        if len(keep):
+            self._low = int(start.min())
+            self._axis = int(end.max()) - self._low + 2
         self._start = self._key(start, thread)
         self._settle(self._key(end, thread))
 
     def _key(self, time: Integers, thread: Integers) -> Integers:
+        """Compute the place of each moment on the axis of all threads."""
         place = np.clip(time - self._low, 0, self._axis - 1)
         key: Integers = thread * self._axis + place
         return key
@@ -209,33 +234,40 @@ class Nesting:
             self.parent = self._last_at(self.depth - 1, places)
             if not len(end):
                 return
-            limit = np.where(self.parent >= 0, end[self.parent], end)
+            has_parent = self.parent >= 0
+            limit = np.where(has_parent, end[self.parent], end)
             sticks_out = (limit < end) & (limit > self._start)
             if not sticks_out.any():
                 return
             end = np.where(sticks_out, limit, end)
 
     def _last_at(self, depth: Integers, before: Integers) -> Integers:
-        """Position of the last range of such a depth among the first `before`; -1 for none."""
+        """Find the position of the last range of such a depth among the first `before`; -1 for none."""
         if not len(self.rows):
             return np.full(np.shape(depth), -1, np.int64)
         wanted = depth * (len(self.rows) + 1) + before
-        at = np.searchsorted(self._ladder, wanted, side="left") - 1
-        found = self._by_depth[np.maximum(at, 0)]
-        is_found = (depth >= 0) & (at >= 0)
+        rung = np.searchsorted(self._ladder, wanted, side="left")
+        last = np.maximum(rung - 1, 0)
+        found = self._by_depth[last]
+        is_found = (depth >= 0) & (rung > 0)
         return np.where(is_found, found, -1)
 
     def position_at(self, time: ArrayLike, thread: ArrayLike) -> Integers:
-        """Position (an index into `rows`, `depth`, `parent`) of the innermost range around each moment; -1: none."""
+        """Find the position of the innermost range around each moment; -1: none.
+
+        A position is an index into `rows`, `depth` and `parent`.
+        """
         time = np.asarray(time, np.int64)
         thread = np.asarray(thread, np.int64)
         key = self._key(time, thread)
         begun = np.searchsorted(self._start, key, side="right")
         ended = np.searchsorted(self._ends, key, side="right")
-        found = self._last_at(begun - ended - 1, begun)
+        innermost = begun - ended - 1
+        found = self._last_at(innermost, begun)
         # other moments would be taken for the thread's first or last
-        on_axis = (time >= self._low) & (time - self._low < self._axis - 1)
-        return np.where(on_axis & (found >= 0), found, -1)
+        place = time - self._low
+        on_axis = (place >= 0) & (place < self._axis - 1)
+        return np.where(on_axis, found, -1)
 
     def row_at(self, time: ArrayLike, thread: ArrayLike) -> Integers:
         """The row of the innermost range around each moment (its start included, its end not); -1: none."""

@@ -30,7 +30,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Report:
-    """One run or trace, read."""
+    """Everything that was found out about one run or trace."""
 
     paths: tuple[str, ...]
     title: str  # "run-1: 2 ranks, NVIDIA H100, GPT 24 x 1024"
@@ -42,5 +42,5 @@ class Report:
     checks: tuple[Check, ...]  # the list of questions in its order
 
     def find_page(self, finding: Finding) -> RulePage | None:
-        """What is known of the rule behind a finding; None for what no rule found."""
+        """Find what is known of the rule behind a finding; None for what no rule found."""
         return find_page(finding.code)

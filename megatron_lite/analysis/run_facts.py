@@ -1,4 +1,4 @@
-"""All that was found out about one run, for the rules and the renderers."""
+"""Facts of one run, all that was found out about it, for the rules and the renderers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ LARGE_BYTES = 4 * GIB  # where the device is not known: less fits on any that tr
 
 @dataclass(frozen=True)
 class Compared:
-    """One figure: bytes, ms per step or tokens per second."""
+    """A figure beside its prediction: bytes, ms per step or tokens per second."""
 
     name: str
     predicted: float
@@ -70,7 +70,7 @@ class ComparedTime:
 
 @dataclass(frozen=True)
 class Predicted:
-    """Each part may be missing, for a reason among the notes."""
+    """Predictions beside measurements. Each part may be missing, for a reason among the notes."""
 
     memory: ComparedMemory | None
     time: ComparedTime | None
@@ -87,21 +87,22 @@ class Peak:
 
 
 def sum_category(one: Snapshot, category: str) -> int:
-    """Bytes of one category at the peak."""
+    """Sum the bytes of one category at the peak."""
     return sum(held.num_bytes for held in one.held if held.category == category)
 
 
 def measure_ordinary(run: Run | None, values: Numbers | tuple[()]) -> float | None:
-    """Median over the typical steps that have a value."""
+    """Measure the median over the typical steps that have a value; None where none has."""
     if run is None or not len(values):
         return None
-    known = values[run.ordinary & ~np.isnan(values)]
+    is_known = run.ordinary & ~np.isnan(values)
+    known = values[is_known]
     return float(np.median(known)) if len(known) else None
 
 
 @dataclass(frozen=True)
 class Facts:
-    """One run. Every part may be absent; a rule that needs it then has nothing to say."""
+    """Facts of one run. Every part may be absent; a rule that needs it then has nothing to say."""
 
     ranks_seen: tuple[RankFacts, ...]  # by rank
     ranks: RankComparison | None
@@ -118,27 +119,32 @@ class Facts:
         if not self.ranks_seen:
             return None
         wanted = self.ranks.critical_rank if self.ranks else None
-        return next((one for one in self.ranks_seen if one.time.rank == wanted), self.ranks_seen[0])
+        for one in self.ranks_seen:
+            if one.time.rank == wanted:
+                return one
+        return self.ranks_seen[0]
 
     @cached_property
     def exposed(self) -> tuple[Exposed, ...]:
         """Communication of the critical rank that no compute runs beside, by purpose, most exposed first."""
-        one, ranks = self.critical, self.ranks
-        return measure_exposed(one, ranks.world_size if ranks else None) if one is not None else ()
+        if self.critical is None:
+            return ()
+        world_size = self.ranks.world_size if self.ranks else None
+        return measure_exposed(self.critical, world_size)
 
     @cached_property
     def learning(self) -> Learning | None:
-        """What the run's steps say of updates, losses and clipping; None without a run."""
+        """Updates, losses and clipping, as the run's steps tell of them; None without a run."""
         return measure_learning(self.run) if self.run is not None else None
 
     @property
     def highest_snapshot(self) -> Snapshot | None:
-        """The one that decides whether the run fits: whose memory ran out, else with the highest peak."""
+        """The snapshot that decides whether the run fits: whose memory ran out, else with the highest peak."""
         return max(self.snapshots, key=lambda one: (one.ran_out, one.peak_bytes), default=None)
 
     @property
     def plan(self) -> Plan:
-        """What was decided before the run started; without any field for foreign runs."""
+        """Decisions before the run started; without any field for foreign runs."""
         return self.run.plan if self.run else Plan()
 
     @property
@@ -153,19 +159,19 @@ class Facts:
 
     @property
     def predicted_categories(self) -> CategoryPrediction | None:
-        """What formulas said before the first step that categories of memory take; None where the run does not tell."""
-        prediction = self.run.record.prediction if self.run is not None else None
-        return prediction.categories if prediction is not None else None
+        """Memory of each category by the formulas, before the first step; None where the run does not tell."""
+        if self.run is None or self.run.record.prediction is None:
+            return None
+        return self.run.record.prediction.categories
 
     @property
     def sharding(self) -> Sharding:
-        """How replicas share the model's state; without any field where each keeps all of it,
-        or where that is not known."""
+        """How replicas share the model's state; without any field where each keeps all of it, or nothing tells."""
         return self.plan.sharding or Sharding()
 
     @property
     def hardware(self) -> Hardware:
-        """What the run was on; without any field where it does not say."""
+        """Hardware on which the run was; without any field where it does not say."""
         return self.run.record.hardware if self.run else Hardware()
 
     @property
@@ -179,12 +185,12 @@ class Facts:
         return self.run is None or self.is_watched
 
     def in_words(self, text: str) -> str:
-        """A text that may name this trainer's flags, in PyTorch's words where the job is not this trainer's."""
+        """Translate this trainer's flags in a text into PyTorch's words where the job is not this trainer's."""
         return in_torch_words(text, self.is_watched) if self.is_foreign else text
 
     @cached_property
     def pipeline(self) -> PipelineTimes | None:
-        """Of a run with several stages, where the times of all are known."""
+        """Times of the stages of a pipeline; None for a run without several, or where some are not known."""
         return measure_pipeline(self.run) if self.run else None
 
     @cached_property
@@ -194,25 +200,29 @@ class Facts:
 
     @cached_property
     def core_shortage(self) -> CoreShortage | None:
-        """A rank that was ready and had no core, as far as its step could show it:
-        a GPU with work in its queue hides the wait."""
+        """A rank that was ready and had no core, as far as its step could show it.
+
+        A GPU with work in its queue hides the wait.
+        """
         found = find_core_shortage(self.run, traces=self.traces)
         one = self.critical
         if found is None or found.wait_ms is None or one is None or not one.time.on_gpu:
             return found
+        # the ranks wait for the one whose launches come late, whose own step may not show it
         if self.ranks is not None and len(self.ranks.rows) > 1:
-            return found  # the ranks wait for the one whose launches come late, whose own step may not show it
+            return found
         idle_ms = max(one.time.step_ms - one.time.rows.get("compute", 0.0), 0.0)
         shown = replace(found, wait_ms=min(found.wait_ms, idle_ms))
-        return shown if (shown.share or 0.0) >= WITHOUT_CORE else None
+        share = shown.share or 0.0
+        return shown if share >= WITHOUT_CORE else None
 
     @property
     def traces(self) -> tuple[Trace, ...]:
-        """By rank."""
+        """Traces of the run by rank."""
         return tuple(one.trace for one in self.ranks_seen)
 
     def doubt_cores(self, ranks: Sequence[int | None], lag_ms: float | None = None) -> str:
-        """Why other jobs may have made these ranks' hosts slow; '' where it is known that they had their cores.
+        """Explain why other jobs may have made these ranks' hosts slow; '' where it is known that they had their cores.
 
         Args:
             ranks: whose times of the host matter.
@@ -225,29 +235,40 @@ class Facts:
         if unknown:
             whose = "the rank's" if self.has_one_rank else f"rank {unknown[0]}'s"
             return f"whether other jobs took {whose} cores was not recorded; {HOW_TO_RECORD_CORES}"
+        if lag_ms is None:
+            return ""
         for rank, use in uses.items():
             waited_ms = use.wait_ms if use is not None else None
-            if waited_ms is not None and lag_ms is not None and waited_ms > MAX_WITHOUT_CORE * lag_ms:
+            if waited_ms is not None and waited_ms > MAX_WITHOUT_CORE * lag_ms:
                 return f"rank {rank or 0} waited for a CPU core for {waited_ms:,.1f} ms per step"
         return ""
 
     def doubt_straggler(self, found: Straggler) -> str:
-        """As doubt_cores. What a GPU computes longer is seen on the GPU; all else may be a host that had no core."""
-        is_on_device = self.on_gpu and found.cause == "compute"
-        return "" if is_on_device else self.doubt_cores([found.rank], found.caused_wait_ms)
+        """Explain why other jobs may have made a straggler late; '' where they have not.
+
+        What a GPU computes longer is seen on the GPU; all else may be a host that had no core.
+        """
+        if self.on_gpu and found.cause == "compute":
+            return ""
+        return self.doubt_cores([found.rank], found.caused_wait_ms)
 
     def doubt_imbalance(self, found: Imbalance) -> str:
-        """As doubt_straggler, of all ranks that are late in their turns, or of the one that is late at times."""
-        is_on_device = self.on_gpu and found.computes
-        late = [rank for rank, _ in found.ranks] if found.rank is None else [found.rank]
-        return "" if is_on_device else self.doubt_cores(late, found.lost_ms)
+        """Explain why other jobs may have made ranks late that are so in turns, or the one that is at times."""
+        if self.on_gpu and found.computes:
+            return ""
+        late = [found.rank]
+        if found.rank is None:
+            late = [rank for rank, _ in found.ranks]
+        return self.doubt_cores(late, found.lost_ms)
 
     def doubt_exchange(self) -> str:
-        """As doubt_cores, of all ranks that were read and exchange data from the CPU.
+        """Explain why other jobs may have slowed ranks that were read and exchange data from the CPU.
 
         The kernels of GPUs wait and send by themselves.
         """
-        return "" if self.on_gpu else self.doubt_cores([one.time.rank for one in self.ranks_seen])
+        if self.on_gpu:
+            return ""
+        return self.doubt_cores([one.time.rank for one in self.ranks_seen])
 
     # --- the run's own record; None where it does not say
 
@@ -258,8 +279,9 @@ class Facts:
 
     @property
     def watched(self) -> Watched:
-        """What `megatron-lite watch` saw of the script; without any field of other runs."""
-        return (self.run.record.watched if self.run else None) or Watched()
+        """The script as `megatron-lite watch` saw it; without any field of other runs."""
+        watched = self.run.record.watched if self.run else None
+        return watched or Watched()
 
     @property
     def variables(self) -> dict[str, str]:
@@ -279,29 +301,37 @@ class Facts:
 
     @property
     def on_gpu(self) -> bool | None:
-        device, one = self.plan.device, self.critical
-        device = device or ("cpu" if self.hardware.device == "cpu" else None)
-        if one is not None and (one.time.on_gpu or not device):
-            return one.time.on_gpu
+        """Whether the run was on a GPU: by its plan or its traces; None where neither tells."""
+        device = self.plan.device
+        if not device and self.hardware.device == "cpu":
+            device = "cpu"
+        rank = self.critical
+        if rank is not None and (rank.time.on_gpu or not device):
+            return rank.time.on_gpu
         return device == "cuda" if device else None
 
     @property
     def local_ranks(self) -> int | None:
-        """Ranks of one machine."""
+        """Number of ranks on one machine."""
         return self.plan.world.local_size or self.watched.local_ranks
 
     @property
     def has_one_rank(self) -> bool:
         """Whether nothing that was read speaks of a rank but 0: then its number says nothing."""
-        traces = [one.trace for one in self.ranks_seen]
-        seen = {one.rank for one in traces}
-        seen |= {one.rank for one in self.snapshots} | {one.rank for one in self.traced_memory}
-        sizes = [one.world_size for one in traces] + [self.ranks.world_size if self.ranks else None]
+        ranks = {trace.rank for trace in self.traces}
+        ranks.update(snapshot.rank for snapshot in self.snapshots)
+        ranks.update(memory.rank for memory in self.traced_memory)
+        if not ranks <= {0, None}:
+            return False
+        sizes = [one.world_size for one in self.traces]
         sizes += [self.plan.world.size, len(self.ranks_seen)]
-        return seen <= {0, None} and max(size or 0 for size in sizes) <= 1
+        if self.ranks:
+            sizes.append(self.ranks.world_size)
+        return all((size or 0) <= 1 for size in sizes)
 
     @property
     def parameters(self) -> int | None:
+        """Number of the model's parameters; None where the run does not say."""
         return self.run.record.parameters if self.run else None
 
     @property
@@ -312,12 +342,12 @@ class Facts:
 
     @property
     def micro_batches(self) -> int | None:
-        """Per rank and step, after a ramp-up."""
+        """Number of micro-batches per rank and step, after a ramp-up."""
         return self.plan.micro_batches
 
     @property
     def micro_batch_tokens(self) -> int | None:
-        """Of a rank."""
+        """Number of tokens of one micro-batch on a rank; None where the run does not say."""
         num_samples = self.settings.micro_batch_size
         length = self.shape.seq_length
         context = self.plan.layout.context or 1
@@ -332,40 +362,45 @@ class Facts:
 
     @property
     def peak(self) -> Peak | None:
-        """By a snapshot if there is one that is no simulation, else by the allocator's own counter."""
+        """The peak of memory: by a snapshot that is no simulation, else by the allocator's own counter."""
         real = [one for one in self.snapshots if not one.simulated and one.complete]
         if real:
             most = max(real, key=lambda one: one.peak_bytes)
             return Peak(most.peak_bytes, most.grows_bytes or most.peak_bytes, most.source)
-        values = self.run.peak_memory_bytes if self.run else np.array([])
-        most_bytes = int(values.max(initial=0, where=values > 0))  # NaN is not
+        most_bytes = int(self.run.counted_peak_bytes) if self.run else 0
         return Peak(most_bytes, most_bytes, STEPS_FILE) if most_bytes > 0 else None
 
     @property
     def larger_micro_batch(self) -> tuple[str, str] | None:
-        """(flag, sentence) of twice the micro-batch (or more) at the same global batch, if the peak then still fits."""
+        """Twice the micro-batch (or more) at the same global batch, if the peak then still fits: flag and sentence."""
         now = self.settings.micro_batch_size
         number = self.micro_batches
-        held, room = self.peak, self.device_bytes
-        if not (now and number and held and room) or number < 2:
+        held = self.peak
+        room = self.device_bytes
+        if not (now and number and held and room):
             return None
-        fixed, factor = held.num_bytes - held.grows_bytes, 1
+        fixed = held.num_bytes - held.grows_bytes
+        factor = 1
         while number % (2 * factor) == 0 and fixed + 2 * factor * held.grows_bytes <= USABLE * room:
             factor *= 2
         if factor == 1:
             return None
-        flag, then = f"--micro-batch-size {factor * now}", size(fixed + factor * held.grows_bytes)
+        flag = f"--micro-batch-size {factor * now}"
+        then = size(fixed + factor * held.grows_bytes)
         return flag, f"{flag} (now {now}): the peak of {size(held.num_bytes)} would be at most {then} of {size(room)}"
 
     @property
     def smaller_micro_batch(self) -> int | None:
-        """Half the micro-batch, or the largest part of it below that divides it:
-        any global batch of whole micro-batches stays one."""
+        """Half the micro-batch, or the largest part of it below that divides it.
+
+        Any global batch of whole micro-batches stays one.
+        """
         now = self.settings.micro_batch_size or 0
         parts = [part for part in range(1, now // 2 + 1) if now % part == 0]
         return max(parts, default=None)
 
     def is_tight(self, one: Snapshot) -> bool:
-        """Did it run out, fill most of the device, or (the device unknown) take gigabytes?"""
+        """Tell whether memory ran out, filled most of the device, or (the device unknown) took gigabytes."""
         room = self.device_bytes
-        return one.ran_out or one.peak_bytes >= (TIGHT * room if room else LARGE_BYTES)
+        tight_bytes = TIGHT * room if room else LARGE_BYTES
+        return one.ran_out or one.peak_bytes >= tight_bytes

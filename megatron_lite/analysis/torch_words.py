@@ -1,4 +1,4 @@
-"""This trainer's flags in PyTorch's words, for the reports on jobs that do not take these flags."""
+"""Translation of this trainer's flags into PyTorch's words, for reports on jobs that do not take these flags."""
 
 import functools
 import re
@@ -42,9 +42,13 @@ def _find_flags() -> re.Pattern[str]:
 
 
 def in_torch_words(text: str, watched: bool = False) -> str:
-    """The text with PyTorch's words in place of this trainer's flags. watched: of a run under `megatron-lite watch`.
+    """Put PyTorch's words in place of this trainer's flags.
 
     Flags of another program that the text names stay, and so do flags that the table lacks.
+
+    Args:
+        text: what names the flags.
+        watched: whether it is about a run under `megatron-lite watch`.
     """
 
     def replace_flag(found: re.Match[str]) -> str:
@@ -61,10 +65,14 @@ def in_torch_words(text: str, watched: bool = False) -> str:
 
 
 def _translate(flag: str, watched: bool) -> str:
+    """Find PyTorch's words for a flag; the flag itself where the table lacks it."""
     for row in _read_words():
         found = row.flag.fullmatch(flag)
         if found:
-            return found.expand(row.watch if watched and row.watch else row.torch)
+            words = row.torch
+            if watched and row.watch:
+                words = row.watch
+            return found.expand(words)
     return flag
 
 
@@ -79,8 +87,7 @@ def names_flag(text: str) -> bool:
 
 
 def list_torch_words(text: str) -> list[tuple[str, str]]:
-    """(flag, PyTorch's words) of each flag of this trainer in the text, in its order;
-    flags without words are left out."""
+    """List each flag of this trainer in a text with PyTorch's words, in order; flags without words are left out."""
     found = [one[0] for one in _find_flags().finditer(text) if not _KEPT.fullmatch(one[0])]
     pairs = {flag: _translate(flag, False) for flag in found if flag.startswith("--")}
     return [(flag, words) for flag, words in pairs.items() if words]

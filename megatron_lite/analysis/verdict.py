@@ -38,17 +38,24 @@ from megatron_lite.analysis.verdict_word import (
 from megatron_lite.units import count, counted, significant, size
 
 MIN_SHARE_SAID = 0.05  # of a step; what is smaller does not decide anything
+MIN_COMPUTING = 0.01  # of a step: a loss that is less bounds no run, however little it computes
 MAX_LOSSES = 2
-MIN_STEPS, STEPS_FOR_HIGH = 2, 3
+MIN_STEADY_STEPS = 2
+STEPS_FOR_HIGH = 3
 UNSTEADY = 0.15  # spread of step times (standard deviation / mean) that lowers confidence
-DISTORTED, UNTRUSTWORTHY = 1.10, 1.50  # profiled step / step without the profiler
+# profiled step / step without the profiler
+DISTORTED = 1.10
+UNTRUSTWORTHY = 1.50
 MOSTLY_UNEXPLAINED = 0.20
 MIN_STEPS_WATCHED = 5  # of a run: the first is never profiled, and three steady ones are needed
-DEFAULT_FIRST, DEFAULT_STEPS = 10, 6  # the window of watch, where the run is long enough
+# the window of watch, where the run is long enough
+DEFAULT_FIRST = 10
+DEFAULT_STEPS = 6
 MOSTLY_IDLE_BESIDE = 0.1  # of the step: idle time of the GPU shown in which another of the process works
 MAX_HELD = 3  # categories of memory that are named
 # "other" is what was kept for a reason that no rule of categories knows
-WITHOUT_CATEGORY, MAX_WITHOUT_CATEGORY = ("other", "before the record"), 0.20
+WITHOUT_CATEGORY = ("other", "before the record")
+MAX_WITHOUT_CATEGORY = 0.20  # of the peak
 OF_LATE_RANKS = ("straggler", "late-in-turns", "late-at-times")  # findings about ranks that come late
 BUSY_MACHINE = "busy-machine"  # the finding whose words stand before the sentence
 ENDED_EARLY = {"failed": "failed", "killed or lost": "was killed or lost"}  # words for a run's status
@@ -111,7 +118,7 @@ def _list_first_matters(facts: Facts) -> list[str]:
 
 
 def _advise_watching(run: Run | None) -> str:
-    """A window of watch that lies within the steps that the run had."""
+    """Advise a window of watch that lies within the steps that the run had."""
     steps = run.steps if run else 0
     if steps < MIN_STEPS_WATCHED:
         return "Try more steps under `megatron-lite watch`"
@@ -121,6 +128,7 @@ def _advise_watching(run: Run | None) -> str:
 
 
 def _describe_shortage(found: CoreShortage) -> str:
+    """Write which rank lacks CPU cores, and for how much of its steps."""
     if found.share is None:
         return f"Rank {found.rank} waited for CPU cores: other threads preempted it repeatedly"
     kind = "profiled step" if found.kind == PROFILED else "step"
@@ -128,39 +136,50 @@ def _describe_shortage(found: CoreShortage) -> str:
 
 
 def _judge_memory(facts: Facts, most: Snapshot) -> Verdict:
-    """What a snapshot says where there is no trace: a request that failed, else the peak, and what held memory then."""
-    held = _describe_held(most.held, most.peak_bytes)
-    when = f" in {most.peak_phase}" if most.peak_phase else ""
-    said = f"Memory peaks at {size(most.peak_bytes)}{when}{held}"
+    """Say what a snapshot tells without a trace: a request that failed, else the peak, and what held memory then."""
+    doubts = []
     if not most.events:
-        said = f"Memory holds {size(most.peak_bytes)} at the moment of the snapshot{held}"
-    if failed := _describe_failed_request(most):
-        said = failed
-    unknown = sum(part.num_bytes for part in most.held if part.category in WITHOUT_CATEGORY)
-    share = unknown / max(most.peak_bytes, 1)
-    doubts = {
-        "the snapshot has no history, so its peak is unknown": not most.events,
-        f"the purpose of {share:.0%} of the peak is unknown": share > MAX_WITHOUT_CATEGORY,
-        **dict.fromkeys(find_contradictions(facts), True),
-    }
-    why = [f"{count(most.events)} events", *(doubt for doubt, holds in doubts.items() if holds)]
-    return Verdict(said, "memory", "low" if why[1:] else "high", "; ".join(why))
+        doubts.append("the snapshot has no history, so its peak is unknown")
+    unknown_bytes = sum(part.num_bytes for part in most.held if part.category in WITHOUT_CATEGORY)
+    share = unknown_bytes / max(most.peak_bytes, 1)
+    if share > MAX_WITHOUT_CATEGORY:
+        doubts.append(f"the purpose of {share:.0%} of the peak is unknown")
+    doubts += find_contradictions(facts)
+    why = [f"{count(most.events)} events", *dict.fromkeys(doubts)]
+    return Verdict(
+        sentence=_describe_failed_request(most) or _describe_peak(most),
+        bound="memory",
+        confidence="low" if doubts else "high",
+        why="; ".join(why),
+    )
+
+
+def _describe_peak(most: Snapshot) -> str:
+    """Write how much memory a snapshot holds at its peak, and for what."""
+    held = _describe_held(most.held, most.peak_bytes)
+    if not most.events:
+        return f"Memory holds {size(most.peak_bytes)} at the moment of the snapshot{held}"
+    when = f" in {most.peak_phase}" if most.peak_phase else ""
+    return f"Memory peaks at {size(most.peak_bytes)}{when}{held}"
 
 
 def _describe_held(held: Sequence[Held], num_bytes: int) -> str:
-    """': activations 50%, parameters 20%' of so many bytes; '' where nothing is known."""
-    shares = [f"{part.category} {part.num_bytes / num_bytes:.0%}" for part in held[:MAX_HELD]] if num_bytes else []
-    return f": {', '.join(shares)}" if shares else ""
+    """Write ": activations 50%, parameters 20%" of so many bytes; '' where nothing is known."""
+    if not held or not num_bytes:
+        return ""
+    shares = [f"{part.category} {part.num_bytes / num_bytes:.0%}" for part in held[:MAX_HELD]]
+    return f": {', '.join(shares)}"
 
 
 def _describe_failed_request(one: Snapshot) -> str:
-    """The request that ended the program; '' where none did."""
-    if one.oom is None or not one.ran_out:
+    """Write which request for memory ended the program; '' where none did."""
+    oom = one.oom
+    if oom is None or not one.ran_out:
         return ""
-    at = f" at {one.oom.site}" if one.oom.site else ""
+    at = f" at {oom.site}" if oom.site else ""
     where = "" if one.simulated else f" on GPU {one.device}"
-    where += _describe_held(one.oom.held or one.held, one.oom.held_bytes or one.peak_bytes)
-    return f"A request for {size(one.oom.requested_bytes)} failed{at} with {size(one.oom.held_bytes)} held{where}"
+    held = _describe_held(oom.held or one.held, oom.held_bytes or one.peak_bytes)
+    return f"A request for {size(oom.requested_bytes)} failed{at} with {size(oom.held_bytes)} held{where}{held}"
 
 
 def _judge_time(facts: Facts, rank: RankFacts, findings: Sequence[Finding]) -> Verdict:
@@ -173,16 +192,24 @@ def _judge_time(facts: Facts, rank: RankFacts, findings: Sequence[Finding]) -> V
     """
     time = rank.time
     missing = missing_gpu_work(rank, facts.run)
-    why_not = missing or missing_graph_work(rank) or _explain_inconclusive(facts, rank)
+    said = ""
     # without the device's work the host's shares tell nothing of what limits the step
-    said = _describe_step(facts, rank, findings) if time.step_ms > 0 and not missing else ""
+    if time.step_ms > 0 and not missing:
+        said = _describe_step(facts, rank, findings)
+    why_not = missing or missing_graph_work(rank) or _explain_inconclusive(facts, rank)
     if why_not:
-        so_far = f". What the trace shows: {said}" if said else ""
-        return Verdict(f"INCONCLUSIVE: {why_not}{so_far}", "inconclusive", "low", why_not)
+        sentence = f"INCONCLUSIVE: {why_not}"
+        if said:
+            sentence += f". What the trace shows: {said}"
+        return Verdict(sentence, "inconclusive", "low", why_not)
     doubts = _list_doubts(facts, rank)
-    why = "; ".join([f"{len(time.steady_steps)} steady steps", *doubts])
-    confidence = "low" if doubts else "high"
-    return Verdict(said[:1].upper() + said[1:], _find_bound(facts, time), confidence, why)
+    reasons = [f"{len(time.steady_steps)} steady steps", *doubts]
+    return Verdict(
+        sentence=said[:1].upper() + said[1:],
+        bound=_find_bound(facts, time),
+        confidence="low" if doubts else "high",
+        why="; ".join(reasons),
+    )
 
 
 def _list_doubts(facts: Facts, rank: RankFacts) -> list[str]:
@@ -193,8 +220,7 @@ def _list_doubts(facts: Facts, rank: RankFacts) -> list[str]:
     steps_ms = [step.ms for step in time.steady_steps]
     if len(steps_ms) < STEPS_FOR_HIGH:
         doubts.append(f"profile at least {STEPS_FOR_HIGH} for high confidence")
-    mean_ms = fmean(steps_ms) if steps_ms else 0.0
-    spread = pstdev(steps_ms) / mean_ms if len(steps_ms) > 1 and mean_ms > 0 else 0.0
+    spread = _measure_spread(steps_ms)
     if spread > UNSTEADY:
         doubts.append(f"steps differ by {spread:.0%}")
     unexplained = _share(time, "unexplained")
@@ -218,49 +244,77 @@ def _list_doubts(facts: Facts, rank: RankFacts) -> list[str]:
     return [doubt for doubt in dict.fromkeys(doubts) if doubt]
 
 
+def _measure_spread(steps_ms: Sequence[float]) -> float:
+    """Measure how much steps differ: standard deviation / mean; 0 for fewer than two."""
+    if len(steps_ms) < 2:
+        return 0.0
+    mean_ms = fmean(steps_ms)
+    return pstdev(steps_ms) / mean_ms if mean_ms > 0 else 0.0
+
+
 def _doubt_lateness(facts: Facts, time: RankTime) -> str:
-    """Why a verdict on ranks that wait for others may be one on other jobs; '' for any other verdict."""
-    word, ranks = choose_word(facts, _find_bound(facts, time)), facts.ranks
-    if word is VerdictWord.STRAGGLER and ranks is not None:
-        late = facts.doubt_straggler(ranks.straggler) if ranks.straggler else ""
-        return late or (facts.doubt_imbalance(ranks.imbalance) if ranks.imbalance else "")
-    return facts.doubt_exchange() if word is VerdictWord.COMMUNICATION_BOUND else ""
+    """Write why a verdict on ranks that wait for others may be one on other jobs; '' for any other verdict."""
+    word = choose_word(facts, _find_bound(facts, time))
+    if word is VerdictWord.COMMUNICATION_BOUND:
+        return facts.doubt_exchange()
+    ranks = facts.ranks
+    if word is not VerdictWord.STRAGGLER or ranks is None:
+        return ""
+    doubt = ""
+    if ranks.straggler:
+        doubt = facts.doubt_straggler(ranks.straggler)
+    if ranks.imbalance and not doubt:
+        doubt = facts.doubt_imbalance(ranks.imbalance)
+    return doubt
 
 
 def _explain_inconclusive(facts: Facts, rank: RankFacts) -> str:
-    """Why the trace does not tell what limits the run; '' where it does."""
-    run = facts.run
-    time, steady = rank.time, rank.time.steady_steps
+    """Explain why the trace does not tell what limits the run; '' where it does."""
+    time = rank.time
     if not time.steps or time.step_ms <= 0:
         return "no complete step in the trace"
+    why_not = _explain_too_few_steps(rank)
+    if why_not:
+        return why_not
+    if _find_bound(facts, time) == "inconclusive":
+        return f"{_share(time, 'unexplained'):.0%} of the step is unexplained, more than any cause"
+    run = facts.run
+    slower = run.profiler_slowdown if run else None
+    if run is None or not slower or slower <= UNTRUSTWORTHY:
+        return ""
+    slowdown = measure_slowdown(run)
+    if slowdown is not None and slowdown.is_by_other_jobs and facts.core_shortage is not None:
+        return ""  # the shortage of cores is the answer
+    return _describe_longer_steps(run, slower)
+
+
+def _explain_too_few_steps(rank: RankFacts) -> str:
+    """Explain why a trace's steps are too few, or none that count; '' where they suffice."""
+    time = rank.time
+    steady = time.steady_steps
+    is_alone = len(time.steps) == 1
     if not steady:
-        which = "the only step is not" if len(time.steps) == 1 else f"none of the {len(time.steps)} steps is"
+        which = "the only step is not" if is_alone else f"none of the {len(time.steps)} steps is"
         return f"{which} steady ({time.steps[0].why_not or 'all are boundary steps'})"
-    unmarked = len(time.steps) == 1 and time.steps[0].number is None
-    if rank.trace.cut and (unmarked or len(steady) < MIN_STEPS):
+    unmarked = is_alone and time.steps[0].number is None
+    if rank.trace.cut and (unmarked or len(steady) < MIN_STEADY_STEPS):
         whole = "no complete step is" if unmarked else "only one complete step is"
         return f"{whole} in the {len(rank.trace.events):,} events that were read; record less per step"
     if unmarked:
         return f"the trace has no step marks, so {_name_only_step(time)} counts as one step"
-    if len(steady) < MIN_STEPS:
+    if len(steady) < MIN_STEADY_STEPS:
         return f"only one steady step; profile at least {STEPS_FOR_HIGH}"
-    if _find_bound(facts, time) == "inconclusive":
-        return f"{_share(time, 'unexplained'):.0%} of the step is unexplained, more than any cause"
-    slowdown = measure_slowdown(run) if run else None
-    slower = run.profiler_slowdown if run else None
-    if slowdown is not None and slowdown.is_by_other_jobs and facts.core_shortage is not None:
-        return ""  # the shortage of cores is the answer
-    return _describe_longer_steps(run, slower) if slower and slower > UNTRUSTWORTHY else ""
+    return ""
 
 
 def _name_only_step(time: RankTime) -> str:
-    """'the whole trace', or the range that was measured after a warm-up."""
+    """Name the only step: "the whole trace", or the range that was measured after a warm-up."""
     name = time.steps[0].name
     return "the whole trace" if name == WHOLE_TRACE else f"'{name}'"
 
 
 def _describe_longer_steps(run: Run | None, slower: float) -> str:
-    """What is known of steps that were longer inside the profiler's window."""
+    """Describe what is known of steps that were longer inside the profiler's window."""
     slowdown = measure_slowdown(run) if run else None
     longer = f"profiled steps took {slower - 1:.0%} longer than those before"
     if slowdown is not None and slowdown.is_by_other_jobs:
@@ -275,8 +329,10 @@ def _describe_longer_steps(run: Run | None, slower: float) -> str:
 
 
 def _describe_missing(facts: Facts) -> str:
-    """'2 of 8 ranks were read, so the rank that the others wait for may be missing'; '' where all were read,
-    or their number is unknown."""
+    """Write "2 of 8 ranks were read, so the rank that the others wait for may be missing".
+
+    '' where all were read, or their number is unknown.
+    """
     ranks = facts.ranks
     if ranks is None or not ranks.missing or not ranks.world_size:
         return ""
@@ -285,15 +341,18 @@ def _describe_missing(facts: Facts) -> str:
 
 
 def _share(time: RankTime, row: str) -> float:
+    """Compute a row's share of the step."""
     return time.rows.get(row, 0.0) / time.step_ms if time.step_ms > 0 else 0.0
 
 
 def _find_bound(facts: Facts, time: RankTime) -> str:
-    """What loses most of the step where that decides, else compute."""
+    """Find what loses most of the step where that decides, else compute."""
     whole_ms = time.step_ms if time.step_ms > 0 else math.inf
     shares = {bound: ms / whole_ms for bound, ms in measure_bounds(facts, time).items()}
-    bound = max(shares, key=lambda bound: shares[bound])
-    return bound if shares[bound] >= min(DECIDES, max(_share(time, "compute"), 0.01)) else "compute"
+    most = max(shares, key=lambda bound: shares[bound])
+    # a step that hardly computes is bound by whatever it loses more to
+    computing = max(_share(time, "compute"), MIN_COMPUTING)
+    return most if shares[most] >= min(DECIDES, computing) else "compute"
 
 
 def _describe_step(facts: Facts, rank: RankFacts, findings: Sequence[Finding]) -> str:
@@ -400,7 +459,7 @@ def _describe_compute(rank: RankFacts, findings: Sequence[Finding], straggler_is
 
 
 def _describe_busy(rank: RankFacts) -> str:
-    """'the GPU computes 74% of each step'; of CUDA graphs recorded as a whole it is only known that they ran."""
+    """Write "the GPU computes 74% of each step"; CUDA graphs recorded as a whole are only known to have run."""
     time = rank.time
     share = f"{_share(time, 'compute'):.0%} of each step"
     if not time.on_gpu:
@@ -413,7 +472,7 @@ def _describe_busy(rank: RankFacts) -> str:
 
 
 def _name_collective(facts: Facts, row: CollectiveRow) -> str:
-    """What a step waits for, in words."""
+    """Name a collective for which a step waits."""
     kind = row.name
     if kind in POINT_TO_POINT and row.group == "context":
         return "the exchange of split sequences"
@@ -429,10 +488,14 @@ def _name_collective(facts: Facts, row: CollectiveRow) -> str:
 
 
 def _describe_straggler(facts: Facts, step_ms: float) -> str:
-    late = facts.ranks.straggler if facts.ranks else None
-    moving = facts.ranks.imbalance if facts.ranks else None
-    if late is None and moving is not None and moving.lost_ms >= MIN_SHARE_SAID * step_ms:
-        return describe_imbalance(moving)
-    if late is None or late.caused_wait_ms < MIN_SHARE_SAID * step_ms:
+    """Write for which ranks the others wait; '' where they wait for little of a step."""
+    if facts.ranks is None:
+        return ""
+    least_ms = MIN_SHARE_SAID * step_ms
+    late = facts.ranks.straggler
+    if late is None:
+        moving = facts.ranks.imbalance
+        return describe_imbalance(moving) if moving is not None and moving.lost_ms >= least_ms else ""
+    if late.caused_wait_ms < least_ms:
         return ""
     return f"the other ranks wait {significant(late.caused_wait_ms)} ms per step for rank {late.rank}"

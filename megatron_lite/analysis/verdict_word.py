@@ -35,7 +35,7 @@ LOSSES = {  # row of RankTime: (what bounds the run, preposition, of what)
 
 
 class VerdictWord(str, enum.Enum):
-    """What limits the run; docs/explaining.md says what each means."""
+    """Words for what limits a run; docs/explaining.md says what each means."""
 
     COMPUTE_BOUND = "COMPUTE-BOUND"
     COMMUNICATION_BOUND = "COMMUNICATION-BOUND"
@@ -66,7 +66,7 @@ WORDS = {
 
 
 def choose_word(facts: Facts, bound: str) -> VerdictWord:
-    """The word for what bounds the run.
+    """Choose the word for what bounds the run.
 
     Other jobs come first: where the run had no cores, no other figure tells of the run alone. A rank that others wait
     for comes before what it is late by, and before communication, which its lateness makes long on the others.
@@ -86,32 +86,42 @@ def choose_word(facts: Facts, bound: str) -> VerdictWord:
 
 
 def _measure_lateness_ms(facts: Facts) -> float:
-    """What ranks lose per step because one comes late: always the same one, one in some steps, or each in its turn."""
+    """Measure what ranks lose per step because one comes late: always the same, one in some steps, or each in turn."""
     if facts.ranks is None:
         return 0.0
-    late, moving = facts.ranks.straggler, facts.ranks.imbalance
-    return max(late.caused_wait_ms if late else 0.0, moving.lost_ms if moving else 0.0)
+    lost_ms = 0.0
+    if facts.ranks.straggler:
+        lost_ms = facts.ranks.straggler.caused_wait_ms
+    if facts.ranks.imbalance:
+        lost_ms = max(lost_ms, facts.ranks.imbalance.lost_ms)
+    return lost_ms
 
 
 def measure_bounds(facts: Facts, time: RankTime) -> dict[str, float]:
-    """Milliseconds of a step that are lost to each of the things that may bound a run;
-    what is lost to none is computing."""
+    """Measure milliseconds of a step that are lost to each of the things that may bound a run.
+
+    Time that is lost to none of them is computing.
+    """
     found: dict[str, float] = {}
     for row, lost_ms in measure_losses(facts, time).items():
-        bound = LOSSES[row][0]
+        bound, _, _ = LOSSES[row]
         found[bound] = found.get(bound, 0.0) + lost_ms
     return found
 
 
 def measure_losses(facts: Facts, time: RankTime) -> dict[str, float]:
-    """Milliseconds of a step in each row of LOSSES;
-    the host's without what recording may have added to a profiled step."""
+    """Measure milliseconds of a step in each row of LOSSES.
+
+    The host's are without what recording may have added to a profiled step.
+    """
     losses = {row: time.rows.get(row, 0.0) for row in LOSSES}
-    losses["host"] = max(0.0, losses["host"] - measure_recording_ms(facts.run, time))
+    recording_ms = measure_recording_ms(facts.run, time)
+    losses["host"] = max(0.0, losses["host"] - recording_ms)
     return losses
 
 
 def describe_headline(word: VerdictWord, sentence: str) -> str:
-    """The sentence with the word before it; an inconclusive sentence says it itself."""
-    says_itself = f"{VerdictWord.INCONCLUSIVE}:" in sentence
-    return sentence if word is VerdictWord.INCONCLUSIVE and says_itself else f"{word}: {sentence}"
+    """Write the sentence with the word before it; an inconclusive sentence says it itself."""
+    if word is VerdictWord.INCONCLUSIVE and f"{word}:" in sentence:
+        return sentence
+    return f"{word}: {sentence}"

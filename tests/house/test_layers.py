@@ -80,6 +80,7 @@ UNFOLDED = {
     "analysis/compare": 10.0,
     "analysis/ranks": 9.9,
     "analysis/findings": 9.9,
+    "analysis/.": 10.0,
 }
 # Folders whose docstrings stand alone, as those of the files in no folder do. The list only grows.
 DOCUMENTED = (
@@ -101,6 +102,8 @@ DOCUMENTED = (
     "analysis/ranks",
     "analysis/time",
     "analysis/trace",
+    "analysis/compare",
+    "analysis/.",
 )
 MIN_WORDS = 4  # of a docstring: fewer say less than the name
 FRAGMENT = re.compile(  # a docstring that continues the name before it instead of being a sentence or a noun of its own

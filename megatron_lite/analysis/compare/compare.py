@@ -1,4 +1,4 @@
-"""Two runs or traces beside each other: what changed, what did not, and what cannot be told."""
+"""Comparison of two runs or traces: what changed, what did not, and what cannot be told."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -45,7 +45,11 @@ Loads = tuple[CoreShortage | None, CoreShortage | None]  # the shortage of cores
 
 def pair_totals(a: Facts, b: Facts) -> list[Total]:
     """Pair step, tokens per second, MFU and peak memory, of each source that both have."""
-    return [*_pair_ordinary_steps(a, b), *_pair_traced_steps(a, b), *_pair_peaks(a, b)]
+    return [
+        *_pair_ordinary_steps(a, b),
+        *_pair_traced_steps(a, b),
+        *_pair_peaks(a, b),
+    ]
 
 
 def _pair_ordinary_steps(a: Facts, b: Facts) -> list[Total]:
@@ -124,11 +128,7 @@ def _measure_snapshot_peak(facts: Facts) -> float | None:
 
 def _measure_run_peak(facts: Facts) -> float | None:
     """Bytes at the peak of the steps, 0 where the allocator did not count; None without a run folder."""
-    if facts.run is None:
-        return None
-    peaks = facts.run.peak_memory_bytes
-    # NaN, of a step that does not say, is not above 0
-    return float(peaks.max(initial=0.0, where=peaks > 0))
+    return facts.run.counted_peak_bytes if facts.run else None
 
 
 def pair_phases_of_runs(
@@ -139,7 +139,8 @@ def pair_phases_of_runs(
     """Pair the phases of two runs by their medians over typical steps.
 
     Args:
-        a, b: the runs.
+        a: the run before.
+        b: the run after.
         loads: the shortage of cores in typical steps of each.
 
     Returns:
@@ -179,7 +180,8 @@ def build_sentence(totals: Sequence[Total], rows: dict[str, Pair], phases: Seque
 
     Args:
         totals: the figures of the whole runs.
-        rows, phases: of the same steps as the first of `totals` that is a step.
+        rows: parts of the same steps as the first of `totals` that is a step, by name.
+        phases: the phases of these steps.
     """
     by_name = {total.name: total.pair for total in totals}
     parts = []
@@ -218,7 +220,8 @@ def _describe_peak(peak: Pair) -> str:
     """Write how B's peak memory differs from A's."""
     if peak.change is Change.SAME:
         return f"peak memory is the same ({size(peak.b or 0.0)})"
-    return f"peak memory is {_format_change(peak)} ({size(peak.a or 0.0)} -> {size(peak.b or 0.0)})"
+    numbers = f"{size(peak.a or 0.0)} -> {size(peak.b or 0.0)}"
+    return f"peak memory is {_format_change(peak)} ({numbers})"
 
 
 def _find_loads(
@@ -226,7 +229,7 @@ def _find_loads(
     b: Facts,
     totals: Sequence[Total],
 ) -> dict[str, CoreShortage]:
-    """By run, "A" and "B", the shortage of cores in the steps whose times are compared."""
+    """Find the shortage of cores in the steps whose times are compared, by run, "A" and "B"."""
     names = {total.name for total in totals}
     kinds = []
     if WHOLE_STEP in names:
@@ -269,7 +272,7 @@ def _list_parts(
     rows: dict[str, Pair],
     phases: Sequence[PhasePair],
 ) -> dict[str, Pair]:
-    """What the step consists of, by name: its phases where most of the difference is computing, else its rows."""
+    """List the parts of a step by name: its phases where most of the difference is computing, else its rows."""
     compute_ms = 0.0
     if "compute" in rows:
         compute_ms = rows["compute"].difference or 0.0
@@ -411,11 +414,7 @@ def _group_by_operator(one: RankFacts, pieces: _Pieces) -> dict[tuple[str, str],
     names = one.trace.names
     get_role = get_kernel_role if on_gpu else get_operator_role
     own_code = one.trace.events.name[pieces.rows].astype(np.int64)
-    operator_code = own_code
-    if on_gpu:
-        operator = one.placing.operator[pieces.rows]
-        code_of_operator = one.trace.events.name[operator]
-        operator_code = np.where(operator >= 0, code_of_operator, own_code)
+    operator_code = _find_operator_names(one, pieces) if on_gpu else own_code
     # 0 is for work outside of all phases
     phases = ("", *one.placing.phases)
     phase = one.placing.phase[pieces.rows] + 1
@@ -440,8 +439,16 @@ def _group_by_operator(one: RankFacts, pieces: _Pieces) -> dict[tuple[str, str],
     return work
 
 
+def _find_operator_names(one: RankFacts, pieces: _Pieces) -> Integers:
+    """Find the code of the operator's name that launched each piece, else of the piece's own; int64 [p]."""
+    names = one.trace.events.name
+    operator = one.placing.operator[pieces.rows]
+    codes = np.where(operator >= 0, names[operator], names[pieces.rows])
+    return codes.astype(np.int64)
+
+
 def _shorten_operator(name: str) -> str:
-    """The name of an operator as people call it, not 'autograd::engine::evaluate_function: X' or long C++ names."""
+    """Name an operator as people call it, not 'autograd::engine::evaluate_function: X' or by long C++ names."""
     return name if name.startswith("aten::") else short_name(name)
 
 
@@ -490,7 +497,8 @@ def _pair_figure(a: Side, b: Side, measure: Callable[[RankTime], float | None]) 
     """Pair one figure of two traces.
 
     Args:
-        a, b: the traces.
+        a: the trace before.
+        b: the trace after.
         measure: takes the figure from a rank's time; None where it has none.
 
     Returns:
@@ -543,7 +551,9 @@ def _pair_roles(a: Side, b: Side) -> dict[str, Pair]:
     """Pair the time of each role, ms per step, the longest first."""
     longest_ms = {}
     for name in {**a.roles, **b.roles}:
-        longest_ms[name] = max(a.roles.get(name, 0), b.roles.get(name, 0))
+        ms_a = a.roles.get(name, 0)
+        ms_b = b.roles.get(name, 0)
+        longest_ms[name] = max(ms_a, ms_b)
     pairs = {}
     for name in sorted(longest_ms, key=lambda name: -longest_ms[name]):
         of_steps_a = a.role_steps.get(name, ())
@@ -574,7 +584,7 @@ def _pair_kernels(a: Side, b: Side) -> tuple[KernelPair, ...]:
 
 
 def _measure_difference(pair: KernelPair) -> float:
-    """By how many ms the two differ; work that one has not takes 0."""
+    """Measure by how many ms the two differ; work that one has not takes 0."""
     difference_ms = (pair.ms.b or 0.0) - (pair.ms.a or 0.0)
     return abs(difference_ms)
 
@@ -598,7 +608,8 @@ def compare(
     """Compare B against A.
 
     Args:
-        a, b: the runs.
+        a: the run before.
+        b: the run after.
         force: compare runs of another model or batch, too.
         titles: how messages and the report name the runs.
 
@@ -700,7 +711,8 @@ def _list_exposed(facts: Facts) -> dict[str, float]:
 
 def _collect_notes(a: Facts, b: Facts, totals: tuple[Total, ...]) -> list[str]:
     """Collect sentences on what a reader should know of the two before trusting their differences."""
-    notes = [describe_load(name, load) for name, load in _find_loads(a, b, totals).items()]
+    loads = _find_loads(a, b, totals)
+    notes = [describe_load(name, load) for name, load in loads.items()]
     for name, facts in (("A", a), ("B", b)):
         if doubt := describe_unknown_load(name, facts):
             notes.append(doubt)

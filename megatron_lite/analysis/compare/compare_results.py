@@ -1,4 +1,4 @@
-"""What a comparison of two runs says: A is the one before, B the one after."""
+"""Results of comparing two runs: A is the one before, B the one after."""
 
 import enum
 from dataclasses import dataclass
@@ -93,9 +93,8 @@ class Comparison:
     totals: tuple[Total, ...]
     on_gpu: bool  # by the traces
     rows: dict[str, Pair]  # keys of ROW_TITLES
-    groups: dict[
-        str, Pair
-    ]  # by what ranks share out: communication not overlapped with compute, ms per step, mean over ranks
+    # by dimension of the layout: communication not overlapped with compute, ms per step, mean over ranks
+    groups: dict[str, Pair]
     phases: tuple[PhasePair, ...]
     phases_of: str  # where host and device times come from
     roles: dict[str, Pair]

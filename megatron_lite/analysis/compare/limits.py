@@ -1,4 +1,4 @@
-"""What may change from one run to another at most, for CI: kept, exceeded, or not to be told within the noise."""
+"""Limits on changes from one run to another, for CI: kept, exceeded, or not to be told within the noise."""
 
 import enum
 import re
@@ -19,7 +19,7 @@ _LIMIT = re.compile(r"\s*(\w{1,60})\s*([<>])\s*([+-]?\d{1,6}(?:\.\d{1,6})?)\s*%\
 
 
 class Outcome(str, enum.Enum):
-    """What became of a limit."""
+    """Outcomes of holding a limit against a comparison."""
 
     KEPT = "kept"
     EXCEEDED = "exceeded"

@@ -1,5 +1,4 @@
-"""Runs that were measured while others used their cores: what of their times is the machine's,
-as noise of a comparison."""
+"""Runs that were measured while others used their cores: what of their times is the machine's counts as noise."""
 
 from dataclasses import replace
 
@@ -12,8 +11,10 @@ from megatron_lite.units import significant
 
 
 def find_load(facts: Facts, kind: str) -> CoreShortage | None:
-    """The shortage of cores in steps of that kind, "ordinary" or "profiled"; None where there was none,
-    or a GPU hid it."""
+    """Find the shortage of cores in steps of that kind, "ordinary" or "profiled".
+
+    None where there was none, or a GPU hid it.
+    """
     if facts.core_shortage is None:
         return None
     return find_core_shortage(facts.run, kind, facts.traces)

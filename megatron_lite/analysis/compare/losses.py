@@ -1,5 +1,7 @@
-"""Do two runs compute the same? Losses and gradient norms of the same work in another layout differ by rounding
-only."""
+"""Check whether two runs compute the same, by their losses and gradient norms.
+
+Those of the same work in another layout differ by rounding only.
+"""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -43,8 +45,10 @@ class Losses:
 
 
 def compare_losses(a: Run | None, b: Run | None) -> Losses | None:
-    """Compare losses and gradient norms; None where the runs were not meant to compute the same, or have no step in
-    common."""
+    """Compare losses and gradient norms.
+
+    None where the runs were not meant to compute the same, or have no step in common.
+    """
     if a is None or b is None or not _mean_the_same(a, b):
         return None
     common, of_a, of_b = np.intersect1d(a.iterations, b.iterations, return_indices=True)
@@ -57,7 +61,9 @@ def compare_losses(a: Run | None, b: Run | None) -> Losses | None:
     differences = np.abs(losses_a[usable] - losses_b[usable])
     first = usable[0]
     first_losses = (float(losses_a[first]), float(losses_b[first]))
-    first_norms = (float(a.grad_norms[of_a[first]]), float(b.grad_norms[of_b[first]]))
+    norm_a = a.grad_norms[of_a[first]]
+    norm_b = b.grad_norms[of_b[first]]
+    first_norms = (float(norm_a), float(norm_b))
     verdict, is_error = _judge(a, b, int(iterations[0]), first_losses, first_norms)
     worst = int(differences.argmax())
     return Losses(

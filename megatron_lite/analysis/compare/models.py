@@ -1,5 +1,7 @@
-"""Do two jobs that have no plan train the same model? By what their optimizers update,
-else by the weights in their traces."""
+"""Check whether two jobs that have no plan train the same model.
+
+Their optimizers tell by what they update, else the weights in their traces do.
+"""
 
 import numpy as np
 
@@ -24,7 +26,7 @@ WEIGHT_ARGUMENTS = {
 
 
 def object_to_models(a: Facts, b: Facts) -> list[str]:
-    """Why two jobs train different models, a sentence; [] if they do not, or nothing says."""
+    """Write why two jobs train different models, a sentence; [] if they do not, or nothing says."""
     if a.has_plan and b.has_plan:
         return []
     updated_a = _get_updated(a)
@@ -45,12 +47,12 @@ def object_to_models(a: Facts, b: Facts) -> list[str]:
 
 
 def _get_updated(facts: Facts) -> Updated | None:
-    """What a watched optimizer updates; None where the run has no record of it."""
+    """Find what a watched optimizer updates; None where the run has no record of it."""
     return facts.run.record.updated if facts.run else None
 
 
 def _compare_updated(a: Updated, b: Updated) -> list[str]:
-    """Why the optimizers of A and B update different models, a sentence; [] if they may update the same."""
+    """Write why the optimizers of A and B update different models, a sentence; [] if they may update the same."""
     if a.parameters is None or b.parameters is None or a.parameters == b.parameters:
         return []
     ratio = max(a.parameters, b.parameters) / min(a.parameters, b.parameters)
@@ -64,7 +66,10 @@ def _compare_updated(a: Updated, b: Updated) -> list[str]:
 
 
 def _list_weights(one: RankFacts) -> set[tuple[str, tuple[int, ...]]]:
-    """(operator, shape) of weights, as far as operators tell; empty without shapes, or where the model is compiled."""
+    """List operators and the shapes of their weights, as far as operators tell.
+
+    Empty without shapes, or where the model is compiled.
+    """
     found = set()
     for operator, place in WEIGHT_ARGUMENTS.items():
         rows = one.rows_named(operator.__eq__, Kind.OP)

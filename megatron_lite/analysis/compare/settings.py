@@ -1,4 +1,4 @@
-"""What differs in how two runs were started, whether they are comparable, and when a difference is more than noise."""
+"""Settings that differ of two runs, whether these are comparable, and when a difference is more than noise."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -34,8 +34,10 @@ MODEL_FLAGS = {  # of the plan's shape: the flags that decide it
 
 
 def flags_that_differ(a: Facts, b: Facts) -> tuple[Flag, ...]:
-    """List what differs of the settings of this trainer's runs, as typed or filled in; then of precision, versions,
-    hardware and variables."""
+    """List what differs of the settings of this trainer's runs, as typed or filled in.
+
+    Precision, versions, hardware and variables follow.
+    """
     if a.run is None or b.run is None:
         return ()
     flags = []
@@ -62,7 +64,7 @@ def _list_settings(run: Run) -> list[dict[str, Any]]:
 
 
 def objections(a: Facts, b: Facts) -> list[str]:
-    """Why the two do not do the same work, a sentence each with its flag; [] if they do or nothing says."""
+    """Write why two runs do not do the same work, a sentence each with its flag; [] if they do or nothing says."""
     found = []
     differing = _list_differing_shapes(a, b)
     if differing:
@@ -127,7 +129,8 @@ def paired(a: float | None, b: float | None, band: float | None) -> Pair:
     """Pair two numbers, and say whether they differ.
 
     Args:
-        a, b: the numbers; None where a run does not say.
+        a: the number before; None where the run does not say.
+        b: the number after; None where the run does not say.
         band: a difference up to this may be noise; None for unknown.
     """
     return Pair(a, b, band, _find_change(a, b, band))
@@ -137,7 +140,8 @@ def paired_samples(a: Samples, b: Samples, *, center: Callable[[Any], Any] = np.
     """Pair the centers of two runs' steps; with fewer than MIN_COMPARED_STEPS of either their noise is unknown.
 
     Args:
-        a, b: a number of each step.
+        a: a number of each step of the run before.
+        b: a number of each step of the run after.
         center: what makes one number of them.
     """
     center_a = float(center(a)) if len(a) else None

@@ -184,6 +184,13 @@ class Run(Steps):
     starts: int = 1  # how often the folder's run was started; all else is of the last one
 
     @property
+    def counted_peak_bytes(self) -> float:
+        """The most that the GPU's allocator counted in any step; 0 where it counted in none."""
+        # NaN, of a step that does not say, is not above 0
+        is_counted = self.peak_memory_bytes > 0
+        return float(self.peak_memory_bytes.max(initial=0.0, where=is_counted))
+
+    @property
     def plan(self) -> Plan:
         """What was decided before the run started; without any field of a watched script."""
         return self.record.plan or Plan()
