@@ -20,7 +20,15 @@ from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.torch_words import in_torch_words
 from megatron_lite.analysis.trace.columns import Trace
 from megatron_lite.formats.file_names import STEPS_FILE
-from megatron_lite.formats.run_record import CategoryPrediction, Hardware, Plan, Settings, Shape, Sharding, Watched
+from megatron_lite.formats.run_record import (
+    CategoryPrediction,
+    Hardware,
+    PlanRecord,
+    Settings,
+    Shape,
+    ShardingRecord,
+    Watched,
+)
 from megatron_lite.thresholds import WITHOUT_CORE
 from megatron_lite.units import GIB, size
 
@@ -143,14 +151,14 @@ class Facts:
         return max(self.snapshots, key=lambda one: (one.ran_out, one.peak_bytes), default=None)
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> PlanRecord:
         """Decisions before the run started; without any field for foreign runs."""
-        return self.run.plan if self.run else Plan()
+        return self.run.plan if self.run else PlanRecord()
 
     @property
     def has_plan(self) -> bool:
         """Whether the run says what it was asked to do."""
-        return self.plan != Plan()
+        return self.plan != PlanRecord()
 
     @property
     def shape(self) -> Shape:
@@ -165,9 +173,9 @@ class Facts:
         return self.run.record.prediction.categories
 
     @property
-    def sharding(self) -> Sharding:
+    def sharding(self) -> ShardingRecord:
         """How replicas share the model's state; without any field where each keeps all of it, or nothing tells."""
-        return self.plan.sharding or Sharding()
+        return self.plan.sharding or ShardingRecord()
 
     @property
     def hardware(self) -> Hardware:

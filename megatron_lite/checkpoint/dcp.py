@@ -54,7 +54,7 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """A tensor that is written as a region of a stored tensor, whose shape is `whole`."""
 
     region: Region
@@ -67,7 +67,7 @@ FindAliases = Callable[[Metadata], dict[str, str]]  # {further key: stored key}
 
 def write(
     folder: Path,
-    pieces: list[Piece],
+    pieces: list[TensorPiece],
     objects: dict[str, object],
     find_aliases: FindAliases,
     group: ProcessGroup | None,
@@ -135,7 +135,7 @@ class Reader(FileSystemReader):
 class _SavePlanner(DefaultSavePlanner):
     """Plans to write the pieces and objects of this rank, whatever torch's state dict holds."""
 
-    def __init__(self, pieces: list[Piece], objects: dict[str, object]):
+    def __init__(self, pieces: list[TensorPiece], objects: dict[str, object]):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._pieces = pieces
         self._objects = objects

@@ -34,7 +34,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_lite.checkpoint import dcp, megatron_names, unpickle
-from megatron_lite.checkpoint.dcp import Piece, Region
+from megatron_lite.checkpoint.dcp import Region, TensorPiece
 from megatron_lite.checkpoint.folder import Manifest
 from megatron_lite.checkpoint.megatron_args import MegatronArgs, build_namespace
 from megatron_lite.checkpoint.megatron_file import (
@@ -135,7 +135,7 @@ class StoredTensor:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class FlatBucket:
     """A flat tensor of the distributed optimizer, which holds states of many parameters."""
 
     key: str
@@ -318,7 +318,7 @@ class DistFile(Stored):
         [made] = stored
         return made
 
-    def _find_in_buckets(self, buckets: list[Bucket], args: MegatronArgs, weights: dict[str, StoredTensor]) -> None:
+    def _find_in_buckets(self, buckets: list[FlatBucket], args: MegatronArgs, weights: dict[str, StoredTensor]) -> None:
         """Add places in the distributed optimizer's flat buckets, which tell no names. Raises Unmapped.
 
         That the layout is understood is proved by the weights: each must be its master, rounded.
@@ -393,13 +393,13 @@ class DistFile(Stored):
         return all(torch.equal(master.to(weight.dtype), weight) for master, weight in held)
 
 
-def list_buckets(keys: Iterable[str]) -> list[Bucket]:
+def list_buckets(keys: Iterable[str]) -> list[FlatBucket]:
     """The buckets among the keys of a folder."""
-    buckets: list[Bucket] = []
+    buckets: list[FlatBucket] = []
     for key in keys:
         match = BUCKET.match(key)
         if match:
-            buckets.append(Bucket(key, int(match[2]), int(match[3]), int(match[4]), match[5]))
+            buckets.append(FlatBucket(key, int(match[2]), int(match[3]), int(match[4]), match[5]))
     return buckets
 
 
@@ -556,7 +556,7 @@ def writer(arguments: Mapping[str, object], parts: Mapping[str, Part] = MappingP
         if is_first and record.ranks:
             kinds = [name.removeprefix("random.0.") for name in tensors if name.startswith("random.0.")]
             objects["rng_state/shard_0.0_1.1"] = [write_rng_state([0], tensors.get, namespace.seed, kinds)]
-        pieces: list[Piece] = []
+        pieces: list[TensorPiece] = []
         for name, tensor in tensors.items():
             # the optimizer's scalars stand in common.pt
             if tensor.ndim > 0 or name.startswith("model."):
@@ -654,7 +654,7 @@ def _find_aliases(names: FolderNames, metadata: Metadata) -> dict[str, str]:
     return aliases
 
 
-def _cut_pieces(name: str, tensor: Tensor, names: FolderNames, part: Part) -> Iterator[Piece]:
+def _cut_pieces(name: str, tensor: Tensor, names: FolderNames, part: Part) -> Iterator[TensorPiece]:
     """Cut what is to be written of a tensor into pieces, one per block.
 
     Args:
@@ -675,10 +675,10 @@ def _cut_pieces(name: str, tensor: Tensor, names: FolderNames, part: Part) -> It
         if layer is not None:
             region = Region(key, (layer, *block.offsets), (1, *block.sizes))
         if rows.numel():
-            yield Piece(region, whole, rows)
+            yield TensorPiece(region, whole, rows)
 
 
-def _part_experts(pieces: Iterable[Piece], experts: int, rows: int) -> Iterator[Piece]:
+def _part_experts(pieces: Iterable[TensorPiece], experts: int, rows: int) -> Iterator[TensorPiece]:
     """The same pieces of matrices of experts, in a tensor where experts are a dimension.
 
     Args:
@@ -698,7 +698,7 @@ def _part_experts(pieces: Iterable[Piece], experts: int, rows: int) -> Iterator[
             offsets = (*region.offsets[:above], expert, start - expert * rows, region.offsets[-1])
             sizes = (*region.sizes[:above], 1, stop - start, region.sizes[-1])
             whole = (*piece.whole[:above], experts, rows, piece.whole[-1])
-            yield Piece(Region(region.key, offsets, sizes), whole, piece.tensor[start - first : stop - first])
+            yield TensorPiece(Region(region.key, offsets, sizes), whole, piece.tensor[start - first : stop - first])
             start = stop
 
 

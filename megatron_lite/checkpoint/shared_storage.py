@@ -23,7 +23,7 @@ MAX_NAMED_SHARERS = 4  # ranks, or files of one, that a message names
 
 
 @dataclass(frozen=True)
-class View:
+class StorageView:
     """The view that one rank has of files that all ranks should see."""
 
     rank: int
@@ -32,7 +32,7 @@ class View:
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenTensors:
     """The files that one rank wrote of a checkpoint."""
 
     files: Manifest
@@ -66,7 +66,7 @@ def list_unseen(path: Path, sizes: dict[str, int]) -> list[str]:
     return unseen
 
 
-def require_seen(slot: CheckpointDir, parts: list[Written]) -> None:
+def require_seen(slot: CheckpointDir, parts: list[WrittenTensors]) -> None:
     """Check that this rank, the first, sees what all ranks wrote: --save may be a disk that each node has of its own.
 
     Args:
@@ -122,7 +122,7 @@ def list_files(path: Path) -> list[str]:
     return [str(file.relative_to(path)) for file in sorted(path.rglob("*")) if file.is_file()]
 
 
-def compare_views(look: Callable[[], list[View]]) -> list[View]:
+def compare_views(look: Callable[[], list[StorageView]]) -> list[StorageView]:
     """The views of ranks that lack what another one sees, after several looks; empty if all see the same.
 
     look(): all ranks' views, the same on every rank.
@@ -136,7 +136,7 @@ def compare_views(look: Callable[[], list[View]]) -> list[View]:
     return [view for view in views if view.lacking]
 
 
-def describe_views(views: list[View]) -> str:
+def describe_views(views: list[StorageView]) -> str:
     """Say what ranks lack, as 'rank 1 (HOST:/PATH) lacks a and b; rank 2 (...) lacks a, b, c, d and 3 more'."""
     named = [f"rank {view.rank} ({view.place}) lacks {name_some(view.lacking)}" for view in views[:MAX_NAMED_SHARERS]]
     more = len(views) - len(named)

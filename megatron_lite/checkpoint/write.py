@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_lite.checkpoint import folder
 from megatron_lite.checkpoint.folder import CheckpointDir, Manifest
 from megatron_lite.checkpoint.megatron_args import plain_arguments
-from megatron_lite.checkpoint.shared_storage import UnseenFilesError, Written, describe_place, require_seen
+from megatron_lite.checkpoint.shared_storage import UnseenFilesError, WrittenTensors, describe_place, require_seen
 from megatron_lite.checkpoint.training_state import CheckpointRecord, WriteTensors
 from megatron_lite.config.args import Args
 from megatron_lite.errors import CheckpointError, describe_io_error
@@ -40,7 +40,7 @@ class SaveFailure:
 
 
 @dataclass(frozen=True)
-class Writer:
+class CheckpointWriter:
     """Writes checkpoints into `save`. Its methods are collective over `group`."""
 
     save: Path
@@ -77,7 +77,7 @@ class Writer:
     def _rank(self) -> int:
         return 0 if self.group is None else dist.get_rank(self.group)
 
-    def _write_files(self, slot: CheckpointDir, record: CheckpointRecord, tensors: dict[str, Tensor]) -> Written:
+    def _write_files(self, slot: CheckpointDir, record: CheckpointRecord, tensors: dict[str, Tensor]) -> WrittenTensors:
         """Write this rank's share into the unfinished checkpoint."""
         failure: OSError | None = None
         if self._rank == 0:
@@ -97,9 +97,9 @@ class Writer:
             owner = name.split("_")[2] if name.startswith("__") else "0"
             if owner == str(self._rank) and path.is_file() and path.name != MANIFEST_FILE:
                 written[name] = hashed.get(name) or folder.checksum(path)
-        return Written(written, describe_place(self.save))
+        return WrittenTensors(written, describe_place(self.save))
 
-    def _commit(self, slot: CheckpointDir, parts: list[Written]) -> None:
+    def _commit(self, slot: CheckpointDir, parts: list[WrittenTensors]) -> None:
         """Make the unfinished checkpoint the newest one, and delete the one before it unless it is to be kept.
 
         Args:
@@ -218,7 +218,7 @@ def write_alone(
     if arguments is not None:
         flags |= arguments
     with folder.reserved(Path(save), 0, print):
-        return Writer(Path(save), megatron_dist.writer(flags)).write(record, tensors, release)
+        return CheckpointWriter(Path(save), megatron_dist.writer(flags)).write(record, tensors, release)
 
 
 # --- which rank writes which tensor: replicas hold the same ones, so that each of them writes a part

@@ -51,7 +51,7 @@ class Wanted(msgspec.Struct, frozen=True):
     max_mb: float  # megabytes of text at most
 
 
-class Mark(msgspec.Struct, frozen=True, omit_defaults=True):
+class CorpusMark(msgspec.Struct, frozen=True, omit_defaults=True):
     """The contents of corpus.json."""
 
     wanted: Wanted | None = None
@@ -108,13 +108,13 @@ def run(argv: list[str]) -> None:
     print_lines([f"corpus: {prefix}_text_document made in {duration(time.monotonic() - started)}: {summary}"])
 
 
-def _read_mark(prefix: Path) -> Mark | None:
+def _read_mark(prefix: Path) -> CorpusMark | None:
     """Read the corpus.json of an earlier call. DataError for a vocabulary or data set of other origin."""
     file = prefix.parent / MARK
     mark = None
     other = None
     try:
-        mark = msgspec.json.decode(read_foreign(file), type=Mark)
+        mark = msgspec.json.decode(read_foreign(file), type=CorpusMark)
     except (FileNotFoundError, NotADirectoryError):
         foreign = [path for path in _list_files(prefix, 0) if path.exists()]
         other = f"{foreign[0]} exists and is not make-corpus's" if foreign else None
@@ -127,7 +127,7 @@ def _read_mark(prefix: Path) -> Mark | None:
     return mark
 
 
-def _write_mark(prefix: Path, mark: Mark) -> None:
+def _write_mark(prefix: Path, mark: CorpusMark) -> None:
     try:
         write_atomically(prefix.parent / MARK, json.dumps(msgspec.to_builtins(mark), indent=1) + "\n")
     except OSError as error:
@@ -183,7 +183,7 @@ def _build(prefix: Path, wanted: Wanted, line: LiveLine) -> str:
     texts = list(library_sources(stdlib, wanted.max_mb * MIB))
     if not texts:
         raise DataError(f"{stdlib}: this Python has no .py sources; use another one, or megatron-lite preprocess")
-    _write_mark(prefix, Mark(wanted))
+    _write_mark(prefix, CorpusMark(wanted))
     if bpe is None:
         tokenizer = make_tokenizer("ByteTokenizer")
     else:
@@ -207,5 +207,5 @@ def _build(prefix: Path, wanted: Wanted, line: LiveLine) -> str:
         f"{count(writer.written.tokens)} tokens of {count(tokenizer.vocab_size)}"
     )
     sizes = {path.name: path.stat().st_size for path in _list_files(prefix, bpe)}
-    _write_mark(prefix, Mark(wanted, True, summary, sizes))
+    _write_mark(prefix, CorpusMark(wanted, True, summary, sizes))
     return summary

@@ -50,7 +50,7 @@ class Launcher:
 
 
 @dataclass(frozen=True)
-class Launch:
+class LauncherVariables:
     """Variables that a launcher other than torchrun gives, in torchrun's names."""
 
     variables: Mapping[str, str]  # those that are not set yet
@@ -78,7 +78,7 @@ def read_launchers() -> tuple[Launcher, ...]:
     )
 
 
-def find_launch(environment: Mapping[str, str]) -> Launch | None:
+def find_launch(environment: Mapping[str, str]) -> LauncherVariables | None:
     """Find what to add to the environment of a rank that Slurm, MPI or the like started.
 
     Returns:
@@ -99,7 +99,7 @@ def find_launch(environment: Mapping[str, str]) -> Launch | None:
     if any(environment.get(name, value) != value for name, value in wanted.items()):
         return None
     if rank == 0 and _is_lone_task(launcher, environment):
-        return Launch({}, _describe_lone_task(launcher, environment, size))
+        return LauncherVariables({}, _describe_lone_task(launcher, environment, size))
     given = wanted | _find_local(launcher, environment, size)
     if rank >= size:
         raise UserError(
@@ -110,7 +110,7 @@ def find_launch(environment: Mapping[str, str]) -> Launch | None:
     if not added:
         return None
     shown = " ".join(f"{name}={value}" for name, value in added.items())
-    return Launch(added, f"ranks are those that {launcher.name} started; on this one {shown}")
+    return LauncherVariables(added, f"ranks are those that {launcher.name} started; on this one {shown}")
 
 
 def _is_lone_task(launcher: Launcher, environment: Mapping[str, str]) -> bool:

@@ -22,7 +22,7 @@ from megatron_lite.convert.mappings import Link
 from megatron_lite.errors import ConfigError
 
 
-class Family(Protocol):
+class ModelFamily(Protocol):
     """The models of one kind, in both worlds: the modules gpt2 and llama."""
 
     def title(self, shape: ModelShape) -> str:
@@ -58,14 +58,14 @@ class Family(Protocol):
         ...
 
 
-ARCHITECTURES: dict[str, Family] = {gpt2.ARCHITECTURE: gpt2}
+ARCHITECTURES: dict[str, ModelFamily] = {gpt2.ARCHITECTURE: gpt2}
 for architecture in llama.ARCHITECTURES:
     ARCHITECTURES[architecture] = llama
 
 
-def family_of_shape(shape: ModelShape) -> Family:
+def family_of_shape(shape: ModelShape) -> ModelFamily:
     """The models that a shape may be. ConfigError with a line for each flag that the nearest of them do not know."""
-    family: Family = llama if shape.rotates else gpt2
+    family: ModelFamily = llama if shape.rotates else gpt2
     # Scores divided by a layer's number and multiplied back, and a softmax in fp32, are no other arithmetic.
     wrong = [
         f"{flag}: Hugging Face's {family.title(shape)} have {instead}; only a model trained with that can be converted."
@@ -78,7 +78,7 @@ def family_of_shape(shape: ModelShape) -> Family:
     return family
 
 
-def family_of_config(config: ConfigFile) -> Family:
+def family_of_config(config: ConfigFile) -> ModelFamily:
     """The models that a config.json tells of. CheckpointError for any other architecture."""
     named = config.values.get("architectures")
     name = str(named[0]) if isinstance(named, list) and named else None

@@ -19,7 +19,7 @@ from megatron_lite.checkpoint.write import write_alone
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.convert import further_tokens
 from megatron_lite.convert.config_file import CONFIG_FILE, ConfigFile, read_json, write_json
-from megatron_lite.convert.families import Family, family_of_config, family_of_shape
+from megatron_lite.convert.families import ModelFamily, family_of_config, family_of_shape
 from megatron_lite.convert.mappings import Link
 from megatron_lite.convert.tokenizer_files import TokenizerFiles
 from megatron_lite.convert.weights_folder import INDEX_FILE, WEIGHTS_FILE, Weights, open_weights, write_safetensors
@@ -360,7 +360,7 @@ def _require_sizes(folder: Path, tensors: dict[str, Tensor], sizes: Sizes) -> No
             )
 
 
-def _match_names(folder: Path, family: Family, links: list[Link], weights: Weights) -> dict[str, str]:
+def _match_names(folder: Path, family: ModelFamily, links: list[Link], weights: Weights) -> dict[str, str]:
     """The names that tensors have in the files, by their standard names.
 
     Args:

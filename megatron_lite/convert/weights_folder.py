@@ -66,7 +66,7 @@ def open_weights(folder: Path) -> Weights:
     """The weights of a folder. CheckpointError if it has none, or they cannot be read."""
     for name in (WEIGHTS_FILE, INDEX_FILE, BIN, BIN_INDEX):
         if (folder / name).is_file():
-            return Pieces(folder / name) if name.endswith(".json") else open_piece(folder / name)
+            return TensorPieces(folder / name) if name.endswith(".json") else open_piece(folder / name)
     raise CheckpointError(
         f"--load-hf {folder}: holds no {WEIGHTS_FILE}, {BIN}, nor their index.json; give the folder of a whole model."
     )
@@ -135,7 +135,7 @@ class BinFile:
         return self._tensors[name]
 
 
-class Pieces:
+class TensorPieces:
     """Several files and an index that says which tensor is where. One file at a time is open."""
 
     def __init__(self, index: Path):

@@ -24,7 +24,7 @@ class WindowKeys:
     begins_late: bool = True
 
 
-class Window(TypedDict, total=False):
+class AttentionWindow(TypedDict, total=False):
     """Fields of ModelShape on windows."""
 
     window: int
@@ -72,7 +72,7 @@ def build_window(shape: ModelShape, keys: WindowKeys | None) -> dict[str, object
     return values
 
 
-def read_window(config: ConfigFile, keys: WindowKeys | None, num_layers: int) -> Window:
+def read_window(config: ConfigFile, keys: WindowKeys | None, num_layers: int) -> AttentionWindow:
     """Read which layers have a window, and of how many tokens.
 
     Args:

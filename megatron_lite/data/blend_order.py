@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from megatron_lite.data.index_cache import Arrays, Entry, IndexCache, Shapes
+from megatron_lite.data.index_cache import Arrays, CacheEntry, IndexCache, Shapes
 from megatron_lite.errors import DataError
 from megatron_lite.units import count
 
@@ -251,7 +251,7 @@ class BlendedDataset(Dataset[NDArray[np.int64]]):
             "dataset_index": ((size,), np.dtype(np.int16)),
             "dataset_sample_index": ((size,), np.dtype(np.int64)),
         }
-        entry = Entry("BlendedDataset", split, {"shares": shares, "size": size}, shapes)
+        entry = CacheEntry("BlendedDataset", split, {"shares": shares, "size": size}, shapes)
         cache = cache or IndexCache()
         folder = cache.folder_for("BlendedDataset", None, size)
 

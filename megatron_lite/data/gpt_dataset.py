@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from megatron_lite.config.data_paths import split_shares
-from megatron_lite.data.index_cache import Arrays, Entry, IndexCache, Shapes
+from megatron_lite.data.index_cache import Arrays, CacheEntry, IndexCache, Shapes
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.errors import DataError
 from megatron_lite.units import count
@@ -67,7 +67,7 @@ class Recipe:
             "shuffle_index": ((self.samples,), order),
         }
 
-    def entry(self, sequence_lengths: NDArray[np.int32], split: str) -> Entry:
+    def entry(self, sequence_lengths: NDArray[np.int32], split: str) -> CacheEntry:
         """The cache's entry of these indices. Of the data, only the lengths matter, not the tokens or the path.
 
         Args:
@@ -88,7 +88,7 @@ class Recipe:
             "samples": self.samples,
             "samples_shuffled_first": self.samples_shuffled_first,
         }
-        return Entry("GPTDataset", split, key, self.shapes())
+        return CacheEntry("GPTDataset", split, key, self.shapes())
 
     def build(self, sequence_lengths: NDArray[np.int32]) -> Arrays:
         """Compute the indices as Megatron does, in little memory.

@@ -43,7 +43,7 @@ class FileFacts(TypedDict):
 
 
 @dataclass(frozen=True)
-class Entry:
+class CacheEntry:
     """Arrays that are a function of the key alone."""
 
     kind: str  # GPTDataset | BlendedDataset
@@ -65,7 +65,7 @@ class Damaged(Exception):
 class IndexFiles:
     """The files of one entry in one folder: an array each, and a description with their checksums."""
 
-    def __init__(self, folder: str, entry: Entry):
+    def __init__(self, folder: str, entry: CacheEntry):
         self.entry = entry
         self.folder = Path(folder)
         self.description = self.folder / f"{entry.name}-description.txt"
@@ -218,7 +218,7 @@ class IndexCache:
             return None
         return os.path.join(prefix, "cache", f"{kind}_indices")  # Megatron's rule: a folder of the prefix's name
 
-    def get(self, folder: str | None, entry: Entry, build: Callable[[], Arrays]) -> Arrays:
+    def get(self, folder: str | None, entry: CacheEntry, build: Callable[[], Arrays]) -> Arrays:
         """The arrays of an entry, mapped; built and written first if they are not there, or not sound.
 
         Of all processes that ask at once, one builds.

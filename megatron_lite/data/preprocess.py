@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_lite.data.indexed_writer import PairWriter, checked_ids, token_dtype
-from megatron_lite.data.resume_state import ENDING, Progress, Unfinished
-from megatron_lite.data.text_content import Content, look_into
+from megatron_lite.data.resume_state import ENDING, DataProgress, Unfinished
+from megatron_lite.data.text_content import TextContent, look_into
 from megatron_lite.data.text_files import Chunk, chunks
 from megatron_lite.data.tokenizers import Tokenizer
 from megatron_lite.errors import DataError, UserError
@@ -40,7 +40,7 @@ AHEAD = 2  # tasks under way or waiting for an earlier one, per worker
 
 
 @dataclass
-class Summary(Progress):
+class Summary(DataProgress):
     """The data sets that were written, counted."""
 
     prefixes: tuple[str, ...] = ()  # what --data-path takes
@@ -164,7 +164,7 @@ def _take_mistakes(mistakes: Sequence[str], on_error: str, say: Say) -> None:
         say(f"skipped {mistake}")
 
 
-def _append(pairs: Sequence[PairWriter], result: "Tokenized", progress: Progress) -> None:
+def _append(pairs: Sequence[PairWriter], result: "Tokenized", progress: DataProgress) -> None:
     """Add what became of a chunk to the pairs, one for each key, and to the counts."""
     for pair, (tokens, lengths) in zip(pairs, result.columns):
         pair.append(tokens, lengths, np.arange(1, len(lengths) + 1))
@@ -174,7 +174,9 @@ def _append(pairs: Sequence[PairWriter], result: "Tokenized", progress: Progress
     progress.skipped += len(result.mistakes)
 
 
-def _check(inputs: Sequence[str | Path], json_keys: Sequence[str], workers: int, max_document_mb: int) -> list[Content]:
+def _check(
+    inputs: Sequence[str | Path], json_keys: Sequence[str], workers: int, max_document_mb: int
+) -> list[TextContent]:
     """Look into each input, and return what it holds. UserError for the first mistake."""
     if workers < 1:
         raise UserError(f"--workers {workers}: must be 1 or more; the number of cores is usual")
@@ -182,7 +184,7 @@ def _check(inputs: Sequence[str | Path], json_keys: Sequence[str], workers: int,
         raise UserError(f"--max-document-mb {max_document_mb}: must be 1 or more; {MAX_DOCUMENT_MB} is usual")
     if len(set(json_keys)) < len(json_keys):
         raise DataError(f"--json-keys {' '.join(json_keys)}: one key is named twice; name it once")
-    contents: list[Content] = []
+    contents: list[TextContent] = []
     for path in inputs:
         if not Path(path).is_file():
             raise DataError(f"--input {path}: {_describe_no_file(Path(path))}")
@@ -193,7 +195,7 @@ def _check(inputs: Sequence[str | Path], json_keys: Sequence[str], workers: int,
     return contents
 
 
-def _list_notes(contents: Sequence[Content]) -> list[str]:
+def _list_notes(contents: Sequence[TextContent]) -> list[str]:
     """Collect the remarks on all inputs."""
     return [note for content in contents for note in content.notes]
 

@@ -20,7 +20,7 @@ RESUME_VERSION = 1
 
 
 @dataclass
-class Progress:
+class DataProgress:
     """The end of the last chunk that was written, and what was counted up to there."""
 
     place: InputPosition = field(default_factory=InputPosition)
@@ -54,7 +54,7 @@ class Unfinished:
             may_skip: Whether this run may leave bad lines out.
             say: Is told what becomes of an earlier run.
         """
-        self.progress = Progress()
+        self.progress = DataProgress()
         self._prefix = output_prefix
         self._pairs = pairs
         self._may_skip = may_skip
@@ -125,7 +125,7 @@ class Unfinished:
             return anew
         try:
             state = json.loads(read_foreign(self._path))
-            found = Progress(**state["progress"] | {"place": InputPosition(**state["progress"]["place"])})
+            found = DataProgress(**state["progress"] | {"place": InputPosition(**state["progress"]["place"])})
             written = [Written(*numbers) for numbers in state["written"]]
             before = state["settings"]
             changed = [name for name, value in self._settings.items() if before.get(name) != value]

@@ -27,7 +27,7 @@ QUOTED_CHARACTERS = 40
 
 
 @dataclass(frozen=True)
-class Content:
+class TextContent:
     """How an input file is to be read."""
 
     kind: FileKind | None  # of its compression
@@ -41,7 +41,7 @@ def explain_unreadable(path: str, error: Exception) -> DataError:
     return DataError(f"--input {path}: cannot be read ({why}); check its permissions, or copy the file again")
 
 
-def look_into(path: str | Path, json_keys: Sequence[str]) -> Content:
+def look_into(path: str | Path, json_keys: Sequence[str]) -> TextContent:
     """Decide how a file is to be read.
 
     Args:
@@ -71,7 +71,7 @@ def look_into(path: str | Path, json_keys: Sequence[str]) -> Content:
     text = head.removeprefix(BYTE_ORDER_MARK).decode("utf-8", errors="replace")
     is_whole = len(head) < SAMPLE_BYTES
     if not text.strip():
-        return Content(kind, ending in JSON_LINES, notes)
+        return TextContent(kind, ending in JSON_LINES, notes)
     is_jsonl = _holds_json_lines(text, is_whole)
     if promised and kind is None and not is_jsonl and (ending in JSON_LINES or "\ufffd" in text):
         damage = f"it is not {promised.name}, as its name suggests, and holds no JSON lines either"
@@ -81,7 +81,7 @@ def look_into(path: str | Path, json_keys: Sequence[str]) -> Content:
         _refuse_table(path, text, ending, json_keys)
     if is_jsonl and ending not in JSON_LINES:
         notes += (f"{path}: holds JSON objects, one a line: each becomes a document.",)
-    return Content(kind, is_jsonl or ending in JSON_LINES, notes)
+    return TextContent(kind, is_jsonl or ending in JSON_LINES, notes)
 
 
 def _compare_compression(path: str, kind: FileKind | None) -> tuple[str, ...]:

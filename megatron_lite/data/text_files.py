@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_lite.data.compression import ByteStream, unpack
-from megatron_lite.data.text_content import BYTE_ORDER_MARK, UNREADABLE, Content, explain_unreadable
+from megatron_lite.data.text_content import BYTE_ORDER_MARK, UNREADABLE, TextContent, explain_unreadable
 from megatron_lite.shared_files import open_foreign
 from megatron_lite.units import MIB
 
@@ -46,7 +46,7 @@ class Chunk:
 
 
 def chunks(
-    inputs: Sequence[str | Path], contents: Sequence[Content], start: InputPosition, max_document_mb: int
+    inputs: Sequence[str | Path], contents: Sequence[TextContent], start: InputPosition, max_document_mb: int
 ) -> Iterator[Chunk]:
     """All text that lies behind a place in the input.
 

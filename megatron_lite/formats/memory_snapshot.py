@@ -41,7 +41,7 @@ class TraceEvent(TypedDict, total=False):
     frames: list[Frame]
 
 
-class Block(TypedDict, total=False):
+class MemoryBlock(TypedDict, total=False):
     """A part of a segment that one tensor holds, or that is free."""
 
     # absent in older snapshots, where blocks follow each other from the segment's address on
@@ -83,7 +83,7 @@ class DeviceSegment(TypedDict):
     # the stack of the code for which it was made
     frames: list[Frame]
     # side by side, without gaps
-    blocks: list[Block]
+    blocks: list[MemoryBlock]
 
 
 class Annotation(TypedDict):

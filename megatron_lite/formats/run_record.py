@@ -32,7 +32,7 @@ class Process(msgspec.Struct, frozen=True):
     started_ticks: int | None = None
 
 
-class World(msgspec.Struct, frozen=True):
+class WorldRecord(msgspec.Struct, frozen=True):
     """The job's processes, one per rank, and the one that writes."""
 
     # of the writing process, from 0
@@ -52,7 +52,7 @@ class World(msgspec.Struct, frozen=True):
     no_compiler: str | None = None
 
 
-class Layout(msgspec.Struct, frozen=True):
+class LayoutRecord(msgspec.Struct, frozen=True):
     """Sizes of the dimensions in which ranks divide the work, and the writing rank's place in each."""
 
     # ranks that split each layer
@@ -77,7 +77,7 @@ class Layout(msgspec.Struct, frozen=True):
     expert_tensor: Size | None = None
 
 
-class Stage(msgspec.Struct, frozen=True):
+class StageRecord(msgspec.Struct, frozen=True):
     """The writing rank's stage of the pipeline."""
 
     # from 0
@@ -91,7 +91,7 @@ class Stage(msgspec.Struct, frozen=True):
     micro_batch_group_size: Count = 0
 
 
-class Experts(msgspec.Struct, frozen=True):
+class ExpertsRecord(msgspec.Struct, frozen=True):
     """A mixture of experts in the place of some layers' MLP."""
 
     # of one layer, on all ranks
@@ -209,7 +209,7 @@ class Shape(msgspec.Struct, frozen=True):
     softmax_in_fp32: bool | None = None
     init_method_std: float | None = None
     # null: a dense model
-    experts: Experts | None = None
+    experts: ExpertsRecord | None = None
     # tokens before itself that a token attends to; null: all
     window: Count | None = None
     # a 0 or 1 for each layer: whether it has that window; empty: all of them
@@ -230,7 +230,7 @@ class Shape(msgspec.Struct, frozen=True):
     mtp_loss_scaling_factor: float | None = None
 
 
-class Batch(msgspec.Struct, frozen=True):
+class BatchRecord(msgspec.Struct, frozen=True):
     """Global batch sizes, in samples."""
 
     # at the end of a ramp-up
@@ -243,7 +243,7 @@ class Batch(msgspec.Struct, frozen=True):
     steps: tuple[tuple[Count, Size], ...] = ()
 
 
-class Compilation(msgspec.Struct, frozen=True):
+class CompilationRecord(msgspec.Struct, frozen=True):
     """What torch.compile compiles."""
 
     # each layer by itself
@@ -253,7 +253,7 @@ class Compilation(msgspec.Struct, frozen=True):
     loss: bool | None = None
 
 
-class Sharding(msgspec.Struct, frozen=True):
+class ShardingRecord(msgspec.Struct, frozen=True):
     """How replicas share fp32 weights, gradients and moments: each parameter by rows."""
 
     # ranks that together hold the whole
@@ -318,7 +318,7 @@ class Settings(msgspec.Struct, frozen=True):
     pytorch_profiler_collect_shapes: bool | None = None
 
 
-class Plan(msgspec.Struct, frozen=True):
+class PlanRecord(msgspec.Struct, frozen=True):
     """Everything that was decided about a run before it started."""
 
     # all flags as resolved, by group and name, for lists of what differs: args["training"]["micro_batch_size"]
@@ -326,11 +326,11 @@ class Plan(msgspec.Struct, frozen=True):
     # those that a report asks for
     settings: Settings = Settings()
     # the job's processes
-    world: World = World()
+    world: WorldRecord = WorldRecord()
     # how ranks divide the work
-    layout: Layout = Layout()
+    layout: LayoutRecord = LayoutRecord()
     # the writing rank's stage of the pipeline
-    stage: Stage = Stage()
+    stage: StageRecord = StageRecord()
     # the model's sizes; null of a run with --model
     shape: Shape | None = None
     # entries of the vocabulary before padding
@@ -344,7 +344,7 @@ class Plan(msgspec.Struct, frozen=True):
     # 16-bit gradients are accumulated and reduced in fp32
     fp32_gradients: bool | None = None
     # global batch sizes
-    batch: Batch = Batch()
+    batch: BatchRecord = BatchRecord()
     # steps of the whole training
     train_iters: Size | None = None
     # samples of the whole training
@@ -356,9 +356,9 @@ class Plan(msgspec.Struct, frozen=True):
     # ranks that are profiled
     profile_ranks: list[int] = []
     # what torch.compile compiles
-    compilation: Compilation = Compilation()
+    compilation: CompilationRecord = CompilationRecord()
     # how replicas share the model's state; null where every rank keeps everything
-    sharding: Sharding | None = None
+    sharding: ShardingRecord | None = None
     # processes per rank that read data
     loader_workers: Count | None = None
     # layers of this stage, in all its chunks, that forget their activations and run again in backward
@@ -548,7 +548,7 @@ class RunRecord(msgspec.Struct, frozen=True):
     # the process that writes
     process: Process | None = None
     # null of a watched script
-    plan: Plan | None = None
+    plan: PlanRecord | None = None
     # null without --model
     model: Model | None = None
     # of a watched script; null of this trainer's runs

@@ -13,7 +13,7 @@ from megatron_lite.config.plan import Plan
 from megatron_lite.config.world import World
 from megatron_lite.instruments.base import Instrument, Tell, Window
 from megatron_lite.instruments.memory_history import CpuRecorder, CudaRecorder, MemoryHistory, MemoryRecorder
-from megatron_lite.instruments.memory_oom import OutOfMemory, PredictPeak, list_remedies
+from megatron_lite.instruments.memory_oom import OutOfMemoryWatch, PredictPeak, list_remedies
 from megatron_lite.instruments.nsys_range import NsysRange
 from megatron_lite.instruments.on_demand import OnDemand
 from megatron_lite.instruments.snapshot_format import make_snapshot_folder, name_snapshot
@@ -324,5 +324,5 @@ def build_memory_instruments(
     # a shortage is explained before recording is switched off; steps begin and end inside of what is recorded
     histories = [MemoryHistory(window, path, recorder, tell)] if recording else []
     shared = Path(profile.memory_snapshot_path) if profile.record_memory_history else None
-    shortage = OutOfMemory(world.rank, shared, recorder, partial(list_remedies, plan, predict_peak), tell)
+    shortage = OutOfMemoryWatch(world.rank, shared, recorder, partial(list_remedies, plan, predict_peak), tell)
     return [shortage, *histories, recorder.place]

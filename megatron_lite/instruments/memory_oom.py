@@ -21,7 +21,7 @@ from megatron_lite.instruments.memory_summary import (
     HELD_INPUT,
     HELD_OPTIMIZER,
     HELD_WEIGHTS,
-    Held,
+    HeldMemory,
     describe_place,
     list_held_memory,
     sum_by_category,
@@ -211,7 +211,7 @@ def explain_unrecorded(error: BaseException, rank: int, remedies: list[str]) -> 
     ]
 
 
-class OutOfMemory(Instrument):
+class OutOfMemoryWatch(Instrument):
     """Explains an out-of-memory error of this rank, and writes a snapshot of that moment.
 
     Args:
@@ -303,7 +303,7 @@ class OutOfMemory(Instrument):
         return f"{path}; draw it at pytorch.org/memory_viz"
 
 
-def _sum_by_size(held: list[Held]) -> list[tuple[str, int, int]]:
+def _sum_by_size(held: list[HeldMemory]) -> list[tuple[str, int, int]]:
     """Count memory whose origin is unknown by its size: ("", bytes of a piece, pieces), largest first."""
     counts = Counter(piece.size for piece in held)
     return [("", amount, counts[amount]) for amount in sorted(counts, reverse=True)]

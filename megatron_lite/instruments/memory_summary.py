@@ -47,7 +47,7 @@ FREED = "free_completed"
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldMemory:
     """A piece of memory that tensors hold, and where it comes from."""
 
     size: int  # bytes
@@ -55,13 +55,13 @@ class Held:
     frames: list[Frame] = field(default_factory=list, repr=False)  # the Python stack of its allocation
 
 
-def list_held_memory(snapshot: MemorySnapshot, device: int = 0) -> list[Held]:
+def list_held_memory(snapshot: MemorySnapshot, device: int = 0) -> list[HeldMemory]:
     """List all memory that tensors hold on a device when the snapshot was taken."""
     tags: dict[int, str] = {}
     for event in _read_trace(snapshot, device):
         if event["action"] == ALLOCATED:
             tags[event["addr"]] = event.get("user_metadata", "")
-    held: list[Held] = []
+    held: list[HeldMemory] = []
     for segment in snapshot["segments"]:
         if segment["device"] != device:
             continue
@@ -70,31 +70,31 @@ def list_held_memory(snapshot: MemorySnapshot, device: int = 0) -> list[Held]:
             if block["state"] != "inactive":
                 size = block.get("requested_size") or block["size"]
                 tag = block.get("user_metadata") or tags.get(address, "")
-                held.append(Held(size, tag, block.get("frames") or []))
+                held.append(HeldMemory(size, tag, block.get("frames") or []))
             address += block["size"]
     return held
 
 
-def peak(snapshot: MemorySnapshot, device: int = 0) -> Held:
+def peak(snapshot: MemorySnapshot, device: int = 0) -> HeldMemory:
     """Find the largest sum of requested bytes in the time that a trace covers, and the allocation that reached it.
 
     Found backwards from the end, which the segments give: a trace's first events may have been dropped.
     """
     now = sum(held.size for held in list_held_memory(snapshot, device))
-    found = Held(now)
+    found = HeldMemory(now)
     for event in reversed(_read_trace(snapshot, device)):
         if event["action"] == ALLOCATED:
             is_highest = now > found.size
             is_as_high = now == found.size and not found.frames
             if is_highest or is_as_high:
-                found = Held(now, event.get("user_metadata", ""), event.get("frames") or [])
+                found = HeldMemory(now, event.get("user_metadata", ""), event.get("frames") or [])
             now -= event["size"]
         elif event["action"] == FREED:
             now += event["size"]
-    return found if now <= found.size else Held(now)
+    return found if now <= found.size else HeldMemory(now)
 
 
-def sum_by_category(held: Iterable[Held]) -> dict[str, int]:
+def sum_by_category(held: Iterable[HeldMemory]) -> dict[str, int]:
     """Sum memory by what it is for: {category: bytes}, largest first."""
     sizes: Counter[str] = Counter()
     for piece in held:
@@ -102,7 +102,7 @@ def sum_by_category(held: Iterable[Held]) -> dict[str, int]:
     return dict(sizes.most_common())
 
 
-def sum_by_site(held: Iterable[Held]) -> list[tuple[str, int, int]]:
+def sum_by_site(held: Iterable[HeldMemory]) -> list[tuple[str, int, int]]:
     """Sum memory by the code that allocated it: (where in the code, bytes, pieces), largest first."""
     sizes: Counter[str] = Counter()
     pieces: Counter[str] = Counter()
@@ -113,7 +113,7 @@ def sum_by_site(held: Iterable[Held]) -> list[tuple[str, int, int]]:
     return [(name, size, pieces[name]) for name, size in sizes.most_common()]
 
 
-def category(piece: Held) -> str:
+def category(piece: HeldMemory) -> str:
     """Decide what memory is for, from where the run was, else from the code that asked for it."""
     step, _, rest = piece.tag.partition("/")
     if rest:

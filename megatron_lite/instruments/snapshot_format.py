@@ -14,9 +14,9 @@ from megatron_lite.caching_allocator import Allocation, Segment, SegmentMap
 from megatron_lite.errors import UserError
 from megatron_lite.formats.memory_snapshot import (
     Annotation,
-    Block,
     DeviceSegment,
     Frame,
+    MemoryBlock,
     MemorySnapshot,
     TraceEvent,
 )
@@ -126,7 +126,7 @@ def _build_failure(event: Event) -> TraceEvent:
     }
 
 
-def _build_block(address: int, size: int, holder: Allocation | None) -> Block:
+def _build_block(address: int, size: int, holder: Allocation | None) -> MemoryBlock:
     if holder is None:
         return {"address": address, "size": size, "requested_size": 0, "state": "inactive", "frames": []}
     return {

@@ -57,7 +57,7 @@ class Peer(NamedTuple):
     group: dist.ProcessGroup
 
 
-class Link:
+class StageLink:
     """A direction between stages: tensors of one form, in the order in which both sides compute."""
 
     def __init__(self, source: Peer | None, target: Peer | None, make: Callable[[], Tensor], ahead: int = 1):
@@ -128,8 +128,8 @@ class Pipeline:
     def __init__(
         self,
         stage: Stage,
-        onward: Link | None = None,
-        back: Link | None = None,
+        onward: StageLink | None = None,
+        back: StageLink | None = None,
         ends: dist.ProcessGroup | None = None,
         room: Room | None = None,
         shared: tuple[str, ...] = (),
@@ -155,7 +155,7 @@ class Pipeline:
         # what the running action takes from another rank
         self._arrived: list[Tensor] = []
         # what it gives to another rank
-        self._leaving: tuple[Link, Tensor] | None = None
+        self._leaving: tuple[StageLink, Tensor] | None = None
         self.tell: TellWaiting = _tell_nobody
 
     @contextmanager
@@ -225,7 +225,7 @@ class Pipeline:
         """Hand hidden states on; returns a zero, whose backward is theirs. Stands in for GPT.finish."""
         return _send(hidden_BTH, self)
 
-    def hand_on(self, link: Link | None, tensor: Tensor) -> None:
+    def hand_on(self, link: StageLink | None, tensor: Tensor) -> None:
         """Have a tensor sent when the action has ended, and what was sent before is received."""
         assert link is not None, "a single stage hands nothing on"
         self._leaving = (link, tensor)
@@ -289,7 +289,7 @@ def make_pipeline(plan: Plan, device: torch.device) -> Pipeline:
     mine: list[int] = lines[layout.data_rank, layout.context_rank, layout.tensor_rank].tolist()
     make = Room(plan, device)
 
-    def make_link(step: int, name: str) -> Link:
+    def make_link(step: int, name: str) -> StageLink:
         """Make the link to the stage `step` further on. Chunks go round: from the one end to the other."""
         group = make_group(plan, lines, name)
         around = None
@@ -305,7 +305,7 @@ def make_pipeline(plan: Plan, device: torch.device) -> Pipeline:
 
         source = find_peer(stage.number - step)
         target = find_peer(stage.number + step)
-        return Link(source, target, make, stage.sends_ahead)
+        return StageLink(source, target, make, stage.sends_ahead)
 
     # a group each: what two ranks send each other in one group has to be sent and received in one order
     onward = make_link(1, "pipeline")

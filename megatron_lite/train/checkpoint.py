@@ -21,7 +21,7 @@ from megatron_lite.checkpoint.megatron_args import plain_arguments
 from megatron_lite.checkpoint.random_states import get_random_state, set_random_state
 from megatron_lite.checkpoint.shared_storage import list_files
 from megatron_lite.checkpoint.training_state import CheckpointRecord, Stored
-from megatron_lite.checkpoint.write import Writer, assign_share
+from megatron_lite.checkpoint.write import CheckpointWriter, assign_share
 from megatron_lite.config.layout import Part, put_part, whole_part
 from megatron_lite.config.plan import Plan
 from megatron_lite.errors import CheckpointError
@@ -82,11 +82,11 @@ class Checkpoints:
             # a group of its own: saving must not mix with training's collectives, and needs no GPU
             self._group = dist.new_group(backend="gloo", timeout=get_time_limit(plan.args.parallel))
         self._background = Background()
-        self._writer: Writer | None = None
+        self._writer: CheckpointWriter | None = None
         self._copies: HostCopies | None = None
         if c.save:
             write_tensors = megatron_file.writer(plan.args) if c.ckpt_format == "torch" else self._write_tensors
-            self._writer = Writer(Path(c.save), write_tensors, self._group, c.save_retain_interval)
+            self._writer = CheckpointWriter(Path(c.save), write_tensors, self._group, c.save_retain_interval)
         if c.save and c.async_save:
             self._copies = HostCopies(self._my_share())
 

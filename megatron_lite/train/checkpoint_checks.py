@@ -13,7 +13,7 @@ from megatron_lite.checkpoint import folder
 from megatron_lite.checkpoint.find import chosen
 from megatron_lite.checkpoint.megatron_args import EXPERT_ARGUMENTS
 from megatron_lite.checkpoint.shared_storage import (
-    View,
+    StorageView,
     compare_views,
     describe_place,
     describe_views,
@@ -150,10 +150,10 @@ def _require_shared_save(plan: Plan, save: Path, holder: str) -> None:
     """
     c = plan.args.checkpoint
 
-    def look() -> list[View]:
+    def look() -> list[StorageView]:
         refresh(save)
         lacking = () if _read_lock(save) == holder else (folder.LOCK_FILE,)
-        return _gather_views(View(plan.world.rank, describe_place(save), lacking))
+        return _gather_views(StorageView(plan.world.rank, describe_place(save), lacking))
 
     views = compare_views(look)
     if not views:
@@ -168,7 +168,7 @@ def _require_shared_save(plan: Plan, save: Path, holder: str) -> None:
         logger.info(f"  warning: {text}; no checkpoint will be complete. {remedy.capitalize()}. Training goes on.")
 
 
-def _gather_views(mine: View, group: dist.ProcessGroup | None = None) -> list[View]:
+def _gather_views(mine: StorageView, group: dist.ProcessGroup | None = None) -> list[StorageView]:
     """Gather the views of all ranks, by rank. Collective over the group; None: all ranks."""
     views = [mine] * dist.get_world_size(group)
     dist.all_gather_object(views, mine, group=group)
@@ -188,9 +188,9 @@ def require_shared_load(path: Path, rank: int, names: list[str], group: dist.Pro
         CheckpointError: A rank lacks files.
     """
 
-    def look() -> list[View]:
+    def look() -> list[StorageView]:
         refresh(path, ours=False)
-        return _gather_views(View(rank, describe_place(path), list_lacking(path, names)), group)
+        return _gather_views(StorageView(rank, describe_place(path), list_lacking(path, names)), group)
 
     views = compare_views(look)
     if views:

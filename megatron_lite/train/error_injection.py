@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_lite.config.plan import Plan
 from megatron_lite.errors import InjectedError
 from megatron_lite.phases import BeginPhase, Phase
-from megatron_lite.train.loop import Progress, Step
+from megatron_lite.train.loop import LoopStep, Progress
 from megatron_lite.train.step import StepResult
 from megatron_lite.train.step_hooks import SaveHook
 
@@ -30,7 +30,7 @@ class InjectingStep:
     spared: there is nothing to save before it.
     """
 
-    def __init__(self, step: Step, plan: Plan, saving: SaveHook, progress: Progress):
+    def __init__(self, step: LoopStep, plan: Plan, saving: SaveHook, progress: Progress):
         """
         Args:
             step: Trains.
@@ -53,7 +53,7 @@ class InjectingStep:
         return self._step.leaves_out(iteration)
 
     def draw(self, batches: Iterator[Tensor], consumed: int, phase: BeginPhase) -> int:
-        """Draw the batch of a step that is left out; returns its samples. The arguments are those of Step.draw."""
+        """Draw the batch of a step that is left out; returns its samples. See LoopStep.draw."""
         return self._step.draw(batches, consumed, phase)
 
     def __call__(self, batches: Iterator[Tensor], consumed: int, phase: BeginPhase) -> StepResult:

@@ -33,7 +33,7 @@ class Progress:
         self.left_out += samples
 
 
-class Step(Protocol):
+class LoopStep(Protocol):
     """A training step, or what stands in for it."""
 
     def leaves_out(self, iteration: int) -> bool:
@@ -94,7 +94,7 @@ class StepObserver(Protocol):
 def train(
     last: int,
     progress: Progress,
-    step: Step,
+    step: LoopStep,
     batches: Iterator[Tensor],
     log: StepLog,
     hooks: Sequence[StepHook],

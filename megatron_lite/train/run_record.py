@@ -94,18 +94,18 @@ class RunRecorder:
             write_run(self._folder, msgspec.structs.replace(self._record, status=status, ended=format_now()))
 
 
-def record_plan(plan: Plan) -> run_record.Plan:
+def record_plan(plan: Plan) -> run_record.PlanRecord:
     """The plan as run.json holds it."""
     has_stages = plan.layout.pipeline > 1
     ranks = range(plan.world.size)
     layout = plan.layout
     compilation = plan.compilation
     sharding = plan.sharding
-    return run_record.Plan(
+    return run_record.PlanRecord(
         args=dataclasses.asdict(plan.args),
         settings=_record_settings(plan.args),
-        world=run_record.World(**dataclasses.asdict(plan.world)),
-        layout=run_record.Layout(**dataclasses.asdict(layout)),
+        world=run_record.WorldRecord(**dataclasses.asdict(plan.world)),
+        layout=run_record.LayoutRecord(**dataclasses.asdict(layout)),
         stage=_record_stage(plan.stage),
         shape=_record_shape(plan.shape) if plan.args.model.model is None else None,
         vocab_size=plan.vocab_size,
@@ -113,14 +113,14 @@ def record_plan(plan: Plan) -> run_record.Plan:
         backend=plan.backend,
         precision=plan.precision,
         fp32_gradients=plan.fp32_gradients,
-        batch=run_record.Batch(**dataclasses.asdict(plan.batch)),
+        batch=run_record.BatchRecord(**dataclasses.asdict(plan.batch)),
         train_iters=plan.train_iters,
         train_samples=plan.train_samples,
         learning_rate=dataclasses.asdict(plan.learning_rate),
         profile_window=(plan.profile_window.start, plan.profile_window.stop),
         profile_ranks=sorted(plan.profile_ranks),
-        compilation=run_record.Compilation(**dataclasses.asdict(compilation)),
-        sharding=None if sharding is None else run_record.Sharding(**dataclasses.asdict(sharding)),
+        compilation=run_record.CompilationRecord(**dataclasses.asdict(compilation)),
+        sharding=None if sharding is None else run_record.ShardingRecord(**dataclasses.asdict(sharding)),
         loader_workers=plan.loader_workers,
         recomputed_layers=plan.recomputed_layers,
         micro_batches=plan.batch.final // plan.samples_per_pass,
@@ -172,13 +172,13 @@ def _record_shape(shape: ModelShape) -> run_record.Shape:
     latent = fields.pop("latent")
     return run_record.Shape(
         **fields,
-        experts=None if experts is None else run_record.Experts(**experts),
+        experts=None if experts is None else run_record.ExpertsRecord(**experts),
         latent=None if latent is None else run_record.Latent(**latent),
     )
 
 
-def _record_stage(stage: Stage) -> run_record.Stage:
-    return run_record.Stage(
+def _record_stage(stage: Stage) -> run_record.StageRecord:
+    return run_record.StageRecord(
         number=stage.number,
         stages=stage.stages,
         chunks=tuple((chunk.start, chunk.stop) for chunk in stage.chunks),

@@ -32,7 +32,7 @@ from megatron_lite.formats.run_record import Process, RunRecord, Updated, Watche
 from megatron_lite.formats.step_records import StepRecord, append_record
 from megatron_lite.instruments.base import Instrument, Instruments, Window
 from megatron_lite.instruments.memory_history import CpuRecorder, CudaRecorder, MemoryHistory, MemoryRecorder
-from megatron_lite.instruments.memory_oom import EXPANDABLE, OutOfMemory
+from megatron_lite.instruments.memory_oom import EXPANDABLE, OutOfMemoryWatch
 from megatron_lite.instruments.snapshot_format import extend_name
 from megatron_lite.instruments.step_time import StepTime
 from megatron_lite.instruments.timeline import MemoryNow, Timeline
@@ -607,7 +607,7 @@ class Profiler:
         own = path if size == 1 else extend_name(path, f"_rank{self.rank}")
         histories = [MemoryHistory(self.window, own, recorder, _tell)] if self._memory else []
         remedies = functools.partial(_list_remedies, cuda)
-        shortage = OutOfMemory(self.rank, path if self._memory else None, recorder, remedies, _tell)
+        shortage = OutOfMemoryWatch(self.rank, path if self._memory else None, recorder, remedies, _tell)
         return [shortage, *histories, recorder.place]
 
     def _begin_record(self, cuda: bool, size: int) -> None:

@@ -20,7 +20,7 @@ from megatron_lite.analysis.memory.read import SnapshotReader, analyze_snapshot,
 from megatron_lite.analysis.memory.record import build_record
 from megatron_lite.analysis.memory.stacks import Code, Stacks
 from megatron_lite.formats.memory_categories import CATEGORIES
-from megatron_lite.formats.run_record import Plan, Prediction, RunRecord
+from megatron_lite.formats.run_record import PlanRecord, Prediction, RunRecord
 from megatron_lite.instruments.memory_summary import peak
 from megatron_lite.instruments.memory_tags import StepMarks
 from megatron_lite.instruments.memory_tracker import StorageTracker
@@ -218,7 +218,7 @@ def test_the_ledger_agrees_with_what_was_measured(own):
     assert abs(rows["activations"].difference_bytes) < 0.03 * rows["activations"].formula_bytes
     for foreign in (
         RunRecord(),
-        RunRecord(plan=Plan(precision="bf16")),
+        RunRecord(plan=PlanRecord(precision="bf16")),
         msgspec.structs.replace(record, prediction=None),
     ):
         assert build_ledger(read_snapshot(path), foreign) == ()

@@ -34,7 +34,7 @@ def test_a_digest_that_fails_ends_the_save(tmp_path, monkeypatch):
 def test_a_full_disk_under_either_file_of_a_rank_ends_the_save(tmp_path, monkeypatch, number):
     write, pieces = HashedFile.write, []
     for name in "ab":
-        pieces.append(dcp.Piece(dcp.Region(name, (0,), (9,)), (9,), torch.arange(9.0)))
+        pieces.append(dcp.TensorPiece(dcp.Region(name, (0,), (9,)), (9,), torch.arange(9.0)))
 
     def fill_disk(file, data):
         if str(file.name).endswith(f"_{number}.distcp"):

@@ -24,7 +24,7 @@ from megatron_lite.config.args import Args
 from megatron_lite.config.flags import list_flags
 from megatron_lite.config.world import World
 from megatron_lite.formats.hardware import PROCESSORS
-from megatron_lite.formats.run_record import Plan, Settings, Shape, Sharding
+from megatron_lite.formats.run_record import PlanRecord, Settings, Shape, ShardingRecord
 from megatron_lite.planner.find_processors import find_processors
 
 README_SCRIPT = REPO / "examples" / "gpt3" / "train_gpt3_857m_distributed.sh"
@@ -301,10 +301,10 @@ def test_a_smaller_micro_batch_divides_every_batch_that_the_larger_one_divides(n
 
 def test_ranks_that_shard_state_are_not_sent_to_buckets():
     for gathers_twice, flag in ((True, "--use-distributed-optimizer"), (False, "--global-batch-size")):
-        facts = SimpleNamespace(sharding=Sharding(gathers_twice=gathers_twice), has_plan=True)
+        facts = SimpleNamespace(sharding=ShardingRecord(gathers_twice=gathers_twice), has_plan=True)
         remedy = communication_rules._advise_shards(facts)
         assert remedy.flags == (flag,) and "bucket" not in remedy.advice
-    plan = Plan(sharding=Sharding(ranks=2), precision="fp32")
+    plan = PlanRecord(sharding=ShardingRecord(ranks=2), precision="fp32")
     sharded = SimpleNamespace(plan=plan, has_plan=True, settings=Settings())
     assert communication_rules._advise_on_tail(sharded).flags == ("--global-batch-size",)
 

@@ -99,7 +99,7 @@ def test_damage_is_one_note(tmp_path):
     damaged = {"schema": 1, "plan": {"world": {"size": []}, "batch": 1, "device": 2, "precision": 3}}
     (tmp_path / RUN_FILE).write_text(json.dumps(damaged))
     record, [note] = read_record(tmp_path)
-    assert record.plan == run_record.Plan() and "\n" not in note
+    assert record.plan == run_record.PlanRecord() and "\n" not in note
     assert note.startswith("run.json is damaged, and what is damaged counts as unknown: plan.world.size: Expected")
     assert note.endswith("; and 1 more.")
 

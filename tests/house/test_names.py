@@ -9,6 +9,13 @@ from support.package_files import PACKAGE, parse_files
 
 CONSTANT = re.compile(r"[A-Z][A-Z0-9_]+")
 # Names that stand in several files still. The list only shrinks: merge or rename a name's definitions, then drop it.
+STILL_SEVERAL_CLASSES = {
+    "Args",
+    "LedgerRow",
+    "Moment",
+    "ParameterGroup",
+    "Stacks",
+}
 STILL_SEVERAL = {
     "ALL_TO_ALL",
     "CONTEXT",
@@ -91,3 +98,19 @@ def test_both_kinds_of_ambiguity_would_be_seen():
         "KINDS": {Path("a.py"): value("('a',)"), Path("b.py"): value("{'b': 1}")},
     }
     assert set(find_ambiguous(constants)) == {"MIN_STEPS", "END"}
+
+
+def list_classes() -> dict[str, list[str]]:
+    """The files of each class at the top of a file that others may import, by name."""
+    found = defaultdict(list)
+    for path, tree in parse_files().items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found[node.name].append(str(path.relative_to(PACKAGE)))
+    return found
+
+
+def test_a_class_name_has_one_meaning():
+    several = {name: files for name, files in list_classes().items() if len(files) > 1}
+    assert {name: files for name, files in several.items() if name not in STILL_SEVERAL_CLASSES} == {}
+    assert set(several) >= STILL_SEVERAL_CLASSES, "drop what stands in one file now"

@@ -15,7 +15,7 @@ from support.paths import REPO
 from support.waiting import LIMIT_S
 
 from megatron_lite.checkpoint import shared_storage
-from megatron_lite.checkpoint.shared_storage import View, compare_views, describe_views, list_files, list_unseen
+from megatron_lite.checkpoint.shared_storage import StorageView, compare_views, describe_views, list_files, list_unseen
 from megatron_lite.config.world import World
 from megatron_lite.errors import CheckpointError
 from megatron_lite.train import checkpoint_checks
@@ -44,18 +44,18 @@ def test_a_file_that_comes_late_is_waited_for(tmp_path, monkeypatch):
 
 
 def test_views_are_compared_until_they_agree(impatient):
-    lacks_one, lacks_none = View(1, "b:/save", ("x",)), View(1, "b:/save", ())
-    first = View(0, "a:/save", ())
+    lacks_one, lacks_none = StorageView(1, "b:/save", ("x",)), StorageView(1, "b:/save", ())
+    first = StorageView(0, "a:/save", ())
     looks = iter([[first, lacks_one], [first, lacks_none]])
     assert compare_views(lambda: next(looks)) == []
     assert compare_views(lambda: [first, lacks_one]) == [lacks_one]
     # what nobody sees is damage, which is told elsewhere
-    assert compare_views(lambda: [View(0, "a:/save", ("x",)), lacks_one]) == []
+    assert compare_views(lambda: [StorageView(0, "a:/save", ("x",)), lacks_one]) == []
 
 
 def test_a_message_names_few_of_many_ranks_and_files():
     names = tuple(f"__{number}_0.distcp" for number in range(9))
-    text = describe_views([View(rank, f"node{rank}:/save", names) for rank in range(1, 64)])
+    text = describe_views([StorageView(rank, f"node{rank}:/save", names) for rank in range(1, 64)])
     assert "node1:/save" in text and "and 5 more" in text and "59 more ranks" in text and "node40" not in text
 
 

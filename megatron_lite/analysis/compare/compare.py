@@ -298,7 +298,7 @@ MAX_COMPARED_STEPS = 10  # steady steps that are looked at one by one; evenly ch
 
 
 @dataclass(frozen=True)
-class Work:
+class ComparedWork:
     """The work for one purpose: kernels are matched by what they are for, since names change with precision, shapes
     and libraries."""
 
@@ -314,7 +314,7 @@ class Side:
 
     time: RankTime  # of all steady steps together
     steps: list[RankTime]  # of single ones: how much every number varies
-    work: dict[tuple[str, str], Work]  # by operator and phase
+    work: dict[tuple[str, str], ComparedWork]  # by operator and phase
     role_steps: dict[str, Numbers]  # ms of each steady step
     roles: dict[str, float]
 
@@ -346,7 +346,7 @@ def _choose_steps(one: RankFacts) -> list[int]:
     return [steady[count * at // MAX_COMPARED_STEPS] for at in range(MAX_COMPARED_STEPS)]
 
 
-def _measure_work(one: RankFacts) -> tuple[dict[tuple[str, str], Work], dict[str, Numbers]]:
+def _measure_work(one: RankFacts) -> tuple[dict[tuple[str, str], ComparedWork], dict[str, Numbers]]:
     """Measure the work of each steady step.
 
     Returns:
@@ -408,7 +408,7 @@ def _sum_by_role(one: RankFacts, pieces: _Pieces) -> dict[str, Numbers]:
     return roles
 
 
-def _group_by_operator(one: RankFacts, pieces: _Pieces) -> dict[tuple[str, str], Work]:
+def _group_by_operator(one: RankFacts, pieces: _Pieces) -> dict[tuple[str, str], ComparedWork]:
     """Group work by operator and phase; on a GPU what no operator launched stands under its own name."""
     on_gpu = one.time.on_gpu
     names = one.trace.names
@@ -430,7 +430,7 @@ def _group_by_operator(one: RankFacts, pieces: _Pieces) -> dict[tuple[str, str],
         own_names = [names[own] for own in codes_of_group[at]]
         kernels = [short_name(name) for name in own_names[:MAX_PURPOSE_KERNELS]] if on_gpu else []
         operator_name = _shorten_operator(names[code])
-        work[operator_name, phases[phase_number]] = Work(
+        work[operator_name, phases[phase_number]] = ComparedWork(
             role=str(get_role(own_names[0])),
             ms=ms_by_step[at].tolist(),
             per_step=float(calls[at] / pieces.steps),
@@ -565,7 +565,7 @@ def _pair_roles(a: Side, b: Side) -> dict[str, Pair]:
 
 def _pair_kernels(a: Side, b: Side) -> tuple[KernelPair, ...]:
     """Pair the work of each operator and phase, the largest difference first."""
-    absent = Work("", [], None, ())
+    absent = ComparedWork("", [], None, ())
     pairs = []
     for operator, phase in {**a.work, **b.work}:
         work_a = a.work.get((operator, phase), absent)

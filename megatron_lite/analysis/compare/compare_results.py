@@ -41,7 +41,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Flag:
+class ChangedFlag:
     """A setting that differs; words as a person would type or read them."""
 
     name: str  # "--recompute-granularity", "torch"
@@ -89,7 +89,7 @@ class Comparison:
     title_a: str
     title_b: str
     sentence: str
-    flags: tuple[Flag, ...]
+    flags: tuple[ChangedFlag, ...]
     totals: tuple[Total, ...]
     on_gpu: bool  # by the traces
     rows: dict[str, Pair]  # keys of ROW_TITLES

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from megatron_lite.analysis.compare.compare_results import Change, Flag, Pair
+from megatron_lite.analysis.compare.compare_results import Change, ChangedFlag, Pair
 from megatron_lite.analysis.intervals import Numbers
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts
@@ -33,7 +33,7 @@ MODEL_FLAGS = {  # of the plan's shape: the flags that decide it
 }
 
 
-def flags_that_differ(a: Facts, b: Facts) -> tuple[Flag, ...]:
+def flags_that_differ(a: Facts, b: Facts) -> tuple[ChangedFlag, ...]:
     """List what differs of the settings of this trainer's runs, as typed or filled in.
 
     Precision, versions, hardware and variables follow.
@@ -46,7 +46,7 @@ def flags_that_differ(a: Facts, b: Facts) -> tuple[Flag, ...]:
             value_a = of_a.get(name)
             value_b = of_b.get(name)
             if value_a != value_b:
-                flags.append(Flag(name, _describe_value(value_a), _describe_value(value_b)))
+                flags.append(ChangedFlag(name, _describe_value(value_a), _describe_value(value_b)))
     return tuple(flags)
 
 

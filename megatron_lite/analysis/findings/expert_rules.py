@@ -16,7 +16,7 @@ from megatron_lite.analysis.intervals import Numbers
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.formats.file_names import RUN_FILE, STEPS_FILE
-from megatron_lite.formats.run_record import Experts, Shape
+from megatron_lite.formats.run_record import ExpertsRecord, Shape
 from megatron_lite.phases import Phase
 
 MIN_STEPS_ROUTED = 5
@@ -105,7 +105,7 @@ def _take_known(values: Numbers) -> Numbers:
     return values[~np.isnan(values)]
 
 
-def _estimate_waiting(run: Run, shape: Shape, experts: Experts, imbalance: float) -> tuple[float, str]:
+def _estimate_waiting(run: Run, shape: Shape, experts: ExpertsRecord, imbalance: float) -> tuple[float, str]:
     """Estimate how long the busiest rank computes experts beyond an even share.
 
     Its forward and backward are D + E * imbalance, where experts take E when balanced, and E / (D + E) is their share
@@ -130,7 +130,7 @@ def _estimate_waiting(run: Run, shape: Shape, experts: Experts, imbalance: float
     return experts_ms * (imbalance - 1), how
 
 
-def _share_of_experts(shape: Shape, experts: Experts) -> float:
+def _share_of_experts(shape: Shape, experts: ExpertsRecord) -> float:
     """Compute the share of a token's FLOPs that routed experts have, by products of weights."""
     gates = 3 if shape.activation == "swiglu" else 2
     hidden = shape.hidden_size or 0

@@ -17,7 +17,7 @@ from megatron_lite.analysis.kernels.kernel_results import (
     TensorCores,
 )
 from megatron_lite.analysis.kernels.kernel_words import get_operator_role
-from megatron_lite.analysis.kernels.roofline import Calls, collect_calls, name_peak, roofline_rows
+from megatron_lite.analysis.kernels.roofline import OperatorCalls, collect_calls, name_peak, roofline_rows
 from megatron_lite.analysis.kernels.selection import Selection, by_weight, heaviest
 from megatron_lite.analysis.time.time_results import Placing, RankTime
 from megatron_lite.analysis.trace.columns import Kind, Trace
@@ -95,7 +95,7 @@ class _Flops:
         return self.achieved_tflops / self.peak_tflops
 
 
-def _sum_flops(priced: Sequence[Calls], time: RankTime) -> _Flops:
+def _sum_flops(priced: Sequence[OperatorCalls], time: RankTime) -> _Flops:
     """Add up the FLOPs of calls of matrix work."""
     model = [call for call in priced if not call.recomputed]
     recomputed = [call for call in priced if call.recomputed]
@@ -146,7 +146,7 @@ def _sum_reasons(matrix: Sequence[KernelRow], known: dict[str, KernelName]) -> d
     return reasons
 
 
-def _find_main_precision(model: Sequence[Calls]) -> str:
+def _find_main_precision(model: Sequence[OperatorCalls]) -> str:
     """The precision of most of the model's FLOPs; '' without any."""
     flops_of: dict[str, float] = {}
     for call in model:
@@ -271,7 +271,7 @@ def _sum_launched(chosen: Selection) -> Numbers:
 
 
 def _describe_gaps(
-    matrix: list[Calls],
+    matrix: list[OperatorCalls],
     time: RankTime,
     matrix_ms: float,
     with_shapes: bool,

@@ -401,7 +401,7 @@ _MOVES = (Role.TRANSFER, Role.COMMUNICATION)  # limited by other things than the
 
 
 @dataclass(frozen=True)
-class Calls:
+class OperatorCalls:
     """Calls of one operator with one set of shapes in one phase. ms and calls are per steady step."""
 
     operator: str
@@ -450,7 +450,7 @@ def collect_calls(
     chosen: Selection,
     on_gpu: bool,
     known: dict[str, KernelName],
-) -> list[Calls]:
+) -> list[OperatorCalls]:
     """Collect all calls whose work follows from their shapes.
 
     Args:
@@ -479,7 +479,7 @@ def collect_calls(
         if work is None:
             continue
         found.append(
-            Calls(
+            OperatorCalls(
                 operator=head.operator,
                 phase=head.phase,
                 work=work,
@@ -638,13 +638,13 @@ def _find_recomputed(chosen: Selection, rows: Integers) -> Flags:
     return is_within[rows] & is_recorded[rows]
 
 
-def roofline_rows(calls: list[Calls], device: str | None) -> tuple[RooflineRow, ...]:
+def roofline_rows(calls: list[OperatorCalls], device: str | None) -> tuple[RooflineRow, ...]:
     """Hold calls against the hardware: largest loss against the bound first; without a bound the longest first."""
     rows = [_make_row(one, device) for one in calls]
     return tuple(sorted(rows, key=lambda row: -(row.ms - (row.bound_ms or 0.0))))
 
 
-def _make_row(call: Calls, device: str | None) -> RooflineRow:
+def _make_row(call: OperatorCalls, device: str | None) -> RooflineRow:
     """Hold a call against the device."""
     bound_ms, bound_by = _find_bound(call, device)
     return RooflineRow(
@@ -667,7 +667,7 @@ def _make_row(call: Calls, device: str | None) -> RooflineRow:
     )
 
 
-def _find_bound(call: Calls, device: str | None) -> tuple[float | None, str]:
+def _find_bound(call: OperatorCalls, device: str | None) -> tuple[float | None, str]:
     """(ms that the device takes at least, "compute" or "memory"), per step; (None, "") where it is not known."""
     peak = peak_tflops(device, name_peak(call.precision))
     processor = match_processor(device)

@@ -12,7 +12,7 @@ from megatron_lite.analysis.ranks.rank_results import Imbalance, RankComparison,
 from megatron_lite.analysis.run.cores import find_core_shortage
 from megatron_lite.analysis.run.run_results import RankMedians, Run
 from megatron_lite.analysis.trace.columns import Trace
-from megatron_lite.formats.run_record import Layout
+from megatron_lite.formats.run_record import LayoutRecord
 from megatron_lite.phases import Phase
 from megatron_lite.thresholds import MIN_RANK_STEPS, SHARE_OF_STEP, is_by_chance, is_mostly, slowest_rank
 from megatron_lite.units import significant
@@ -34,7 +34,7 @@ NO_WAITS = (
 
 def find_only_dimension(run: Run | None) -> str:
     """Find the dimension in which the run's ranks divide the work; "" if there are several, or nothing says."""
-    layout = run.plan.layout if run else Layout()
+    layout = run.plan.layout if run else LayoutRecord()
     sizes = {
         "tensor": layout.tensor,
         "context": layout.context,

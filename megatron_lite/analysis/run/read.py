@@ -16,7 +16,7 @@ from megatron_lite.analysis.run.step_lines import StepLines
 from megatron_lite.errors import UserError
 from megatron_lite.formats.failure_record import FailureRecord
 from megatron_lite.formats.file_names import RANKS_FILE, RUN_FILE, STEPS_FILE
-from megatron_lite.formats.run_record import Plan, RunRecord
+from megatron_lite.formats.run_record import PlanRecord, RunRecord
 from megatron_lite.shared_files import read_foreign
 from megatron_lite.thresholds import GROWTH_PARTS, MAX_BEFORE, MIN_BEFORE, MIN_GROWTH_STEPS, steady_growth
 from megatron_lite.units import counted
@@ -166,7 +166,7 @@ def compute_speed(record: RunRecord, steps: Steps, starts_at_first: bool) -> tup
 
 def _find_sample_length(record: RunRecord) -> int | None:
     """Tokens of a sample: the model's, or of a model of the user's own file, by the flags."""
-    plan = record.plan or Plan()
+    plan = record.plan or PlanRecord()
     if plan.shape is not None:
         return plan.shape.seq_length
     return plan.settings.seq_length if record.model is not None else None

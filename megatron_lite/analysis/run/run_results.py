@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_lite.analysis.intervals import Flags, Numbers
-from megatron_lite.formats.run_record import Plan, RunRecord, World
+from megatron_lite.formats.run_record import PlanRecord, RunRecord, WorldRecord
 from megatron_lite.phases import Phase
 from megatron_lite.thresholds import rank_without_core
 
@@ -94,7 +94,7 @@ class CounterGrowth:
     at_end: int
 
 
-class Phases(Mapping[str, Numbers]):
+class PhaseTimes(Mapping[str, Numbers]):
     """Milliseconds of each step by phase, kept as whole microseconds, as the trainer writes them: in half the room."""
 
     def __init__(self, microseconds: Mapping[str, NDArray[Any]]):
@@ -109,9 +109,9 @@ class Phases(Mapping[str, Numbers]):
     def __len__(self) -> int:
         return len(self._microseconds)
 
-    def take(self, steps: slice) -> "Phases":
+    def take(self, steps: slice) -> "PhaseTimes":
         """Of some of the steps."""
-        return Phases({name: values[steps] for name, values in self._microseconds.items()})
+        return PhaseTimes({name: values[steps] for name, values in self._microseconds.items()})
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Steps:
         taken: dict[str, Any] = {}
         for field in dataclasses.fields(Steps):
             value: Any = getattr(self, field.name)
-            taken[field.name] = value.take(last) if isinstance(value, Phases) else value[last]
+            taken[field.name] = value.take(last) if isinstance(value, PhaseTimes) else value[last]
         return Steps(**taken)
 
 
@@ -191,9 +191,9 @@ class Run(Steps):
         return float(self.peak_memory_bytes.max(initial=0.0, where=is_counted))
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> PlanRecord:
         """What was decided before the run started; without any field of a watched script."""
-        return self.record.plan or Plan()
+        return self.record.plan or PlanRecord()
 
     @cached_property
     def args(self) -> dict[str, Any]:
@@ -219,7 +219,7 @@ class Run(Steps):
     @property
     def writing_rank(self) -> int | None:
         """Whose times the steps are; 0 of a watched script, which has no plan; None: not known."""
-        return 0 if self.plan.world == World() else self.plan.world.rank
+        return 0 if self.plan.world == WorldRecord() else self.plan.world.rank
 
     @property
     def on_rank(self) -> str:

@@ -21,7 +21,7 @@ from msgspec import UNSET
 from numpy.typing import NDArray
 
 from megatron_lite.analysis.intervals import Numbers
-from megatron_lite.analysis.run.run_results import Phases, RankLines, Steps
+from megatron_lite.analysis.run.run_results import PhaseTimes, RankLines, Steps
 from megatron_lite.formats.step_records import RankInterval, RankNumbers, RanksRecord, RoutingRecord, StepRecord
 from megatron_lite.phases import Phase
 from megatron_lite.shared_files import open_foreign
@@ -323,7 +323,7 @@ class StepLines:
         not_finite = np.isnan(losses)
         if NOT_GIVEN in losses:
             numbers["losses"] = np.where(losses == NOT_GIVEN, math.nan, losses)
-        phases_ms = Phases(self._phases.read())
+        phases_ms = PhaseTimes(self._phases.read())
         none = np.zeros(len(losses))
         evaluating_ms = phases_ms.get(Phase.EVAL.value, none)
         saving_ms = phases_ms.get(Phase.SAVE.value, none)
@@ -335,7 +335,7 @@ class StepLines:
             iterations=np.frombuffer(self._iterations, np.int64),
             training_ms=np.maximum(training_ms, 0.0),
             phases_ms=phases_ms,
-            gpu_phases_ms=Phases(self._gpu_phases.read()),
+            gpu_phases_ms=PhaseTimes(self._gpu_phases.read()),
             not_finite=not_finite & ~flags["skipped"],
             evaluating=evaluating,
             saving=saving,
