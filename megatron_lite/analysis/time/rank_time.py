@@ -25,7 +25,7 @@ from megatron_lite.analysis.time.time_results import NO_PHASE, ROW_TITLES, Phase
 from megatron_lite.analysis.trace.columns import Kind, Trace
 from megatron_lite.analysis.trace.launches import MAX_EARLY, measure_early
 
-MIN_STEADY_STEPS = 2
+MIN_TIMED_STEPS = 2
 WAITS = ("data_wait", "process_wait")  # rows that the picture of a step shows beside its phases
 BRIDGED = 0.002  # of a step: shorter holes cannot be seen in a picture
 # The host is too slow to launch, by three thresholds: an A100 under DDP with 76% idle time must be found, a CUDA graph
@@ -87,7 +87,7 @@ def _choose_steady(steps: tuple[Step, ...]) -> SteadySteps:
     median_ms = np.median([step.ms for step in counted])
     typical = min(counted, key=lambda step: abs(step.ms - median_ms))
     notes = []
-    if len(counted) < MIN_STEADY_STEPS <= len(steps):
+    if len(counted) < MIN_TIMED_STEPS <= len(steps):
         left_out = [f"{step.name} ({step.why_not})" for step in steps if not step.steady]
         notes.append(f"only one step counts; left out: {', '.join(left_out)}")
     return SteadySteps(
