@@ -83,19 +83,29 @@ class _OneByOne(torch.autograd.Function):
         of_first_LIH = torch.empty_like(first_LIH)
         rows = zip(places, shares_A.split(ctx.counts), of_shares_A.split(ctx.counts))
         for number, (places_a, shares_a, of_shares_a) in enumerate(rows):
-            of_active_aF = gradient_MH.index_select(0, places_a) @ second_LHF[number]
-            of_inner_aI = _differentiate_inner(experts, inner.pop(), shares_a, of_active_aF, of_shares_a)
+            gradient_aH = gradient_MH.index_select(0, places_a)
+            of_active_aF = gradient_aH @ second_LHF[number]
+            of_inner_aI = _differentiate_inner(
+                experts,
+                inner.pop(),
+                shares_a,
+                of_active_aF,
+                of_shares_a,
+            )
             x_aH = x_MH.index_select(0, places_a)
-            torch.mm(of_inner_aI.t(), experts.enter(x_aH, shares_a), out=of_first_LIH[number])
+            entered_aH = experts.enter(x_aH, shares_a)
+            torch.mm(of_inner_aI.t(), entered_aH, out=of_first_LIH[number])
             of_x_aH = of_inner_aI @ first_LIH[number]
             if experts.probs_on_input:
                 of_x_aH = _differentiate_weighing(x_aH, shares_a, of_x_aH, of_shares_a)
             of_x_MH.index_add_(0, places_a, of_x_aH)
-            del of_active_aF, of_inner_aI, x_aH, of_x_aH  # nothing stays for the next one
+            del gradient_aH, of_active_aF, of_inner_aI, x_aH, entered_aH, of_x_aH  # nothing stays for the next one
         # last, when what the first matrices gave is gone
         of_second_LHF = torch.empty_like(second_LHF)
         for places_a, active_aF, of_second_HF in zip(places, active, of_second_LHF):
-            torch.mm(gradient_MH.index_select(0, places_a).t(), active_aF, out=of_second_HF)
+            gradient_aH = gradient_MH.index_select(0, places_a)
+            torch.mm(gradient_aH.t(), active_aF, out=of_second_HF)
+            del gradient_aH
         return None, None, of_x_MH, None, of_shares_A, of_first_LIH, of_second_LHF
 
 
@@ -117,14 +127,18 @@ def _differentiate_inner(
     active_aF, differentiate = _activate_again(experts.activation, inner_aI)
     if experts.probs_on_input:
         return differentiate(of_active_aF)
-    return differentiate(_differentiate_weighing(active_aF, shares_a, of_active_aF, of_shares_a))
+    of_result_aF = _differentiate_weighing(active_aF, shares_a, of_active_aF, of_shares_a)
+    return differentiate(of_result_aF)
 
 
 def _differentiate_weighing(x_aI: Tensor, shares_a: Tensor, of_weighed_aI: Tensor, of_shares_a: Tensor) -> Tensor:
     """Compute the gradient of rows that were weighed by shares, and add that of the shares to of_shares_a."""
-    of_weighed_aI = of_weighed_aI.to(torch.promote_types(x_aI.dtype, shares_a.dtype))
-    of_shares_a += (of_weighed_aI * x_aI).sum(dim=-1)
-    return (of_weighed_aI * shares_a[:, None]).to(x_aI.dtype)
+    dtype = torch.promote_types(x_aI.dtype, shares_a.dtype)
+    of_weighed_aI = of_weighed_aI.to(dtype)
+    of_shares_aI = of_weighed_aI * x_aI
+    of_shares_a += of_shares_aI.sum(dim=-1)
+    of_x_aI = of_weighed_aI * shares_a[:, None]
+    return of_x_aI.to(x_aI.dtype)
 
 
 def _activate_again(

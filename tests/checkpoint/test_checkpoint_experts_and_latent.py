@@ -62,3 +62,19 @@ def test_megatron_loads_what_was_saved_here_and_goes_on(variant, precision, tmp_
     assert same(*weights)
     for batch in batches(shape, 2):
         assert ours.train(batch) == pytest.approx(theirs.train(batch), abs=2e-6 if precision == "fp32" else 2e-2)
+
+
+@pytest.mark.usefixtures("ended_managers", "writer_on_cpu")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("variant", ["experts, mixtral", "experts, deepseek", "further tokens, untied"])
+def test_through_megatron_and_back_is_bitwise(variant, precision, tmp_path):
+    shape, words = VARIANTS[variant]
+    plan = plan_for(precision, words)
+    ours = Ours(plan, shape)
+    theirs = Theirs(plan, shape)
+    take_steps(ours, range(3))
+    save_ours(ours, tmp_path / "ours" / "iter_0000003", 3)
+    load_theirs(theirs, tmp_path / "ours" / "iter_0000003")
+    back = DistFile(save_theirs(theirs, tmp_path / "theirs" / "iter_0000003", 3, {}))
+    assert back.without_optimizer is None
+    assert same(read_all(back), ours.flat())
