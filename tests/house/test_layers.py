@@ -102,6 +102,8 @@ DOCUMENTED = (
     "analysis/time",
     "analysis/trace",
     "analysis/compare",
+    "analysis/kernels",
+    "analysis/run",
     "analysis/.",
 )
 MIN_WORDS = 4  # of a docstring: fewer say less than the name

@@ -76,7 +76,7 @@ _NCCL_TYPE = re.compile(rf"(?<![A-Za-z0-9])({'|'.join(WORDS['NCCL types'])})(?![
 
 
 def _describe_architecture(sm: str) -> tuple[str, str]:
-    """'sm80' -> 'sm80', 'compiled for compute capability 8.0 (Ampere)'."""
+    """Explain a compute capability: "sm80" is "compiled for compute capability 8.0 (Ampere)"."""
     digits = sm.lower().removeprefix("sm")
     name = f"sm{digits}"
     said = f"compiled for compute capability {digits[:-1]}.{digits[-1:]}"
@@ -87,7 +87,7 @@ def _describe_architecture(sm: str) -> tuple[str, str]:
 
 
 def _describe_era(era: str) -> str:
-    """'ampere' -> 'written for Ampere (sm80); newer GPUs run it too'."""
+    """Explain an architecture: "ampere" is "written for Ampere (sm80); newer GPUs run it too"."""
     return f"written for {era.capitalize()} ({WORDS['architectures'][era]}); newer GPUs run it too"
 
 
@@ -99,7 +99,7 @@ def _describe_layout(letters: str) -> str:
 
 
 def _describe_tensile_layout(layout: str) -> str:
-    """'Alik_Bljk': i and j are indices of the result, l is what is summed."""
+    """Explain "Alik_Bljk": i and j are indices of the result, l is what is summed."""
     first = "n" if layout[1] == "i" else "t"
     of_second = layout[layout.index("_") + 2]
     second = "n" if of_second == "l" else "t"
@@ -107,7 +107,7 @@ def _describe_tensile_layout(layout: str) -> str:
 
 
 def _describe_tile(tile: str) -> str:
-    """'128x64' or '128x64x32' as a sentence."""
+    """Write "128x64" or "128x64x32" as a sentence."""
     rows, columns, *depth = tile.split("x")
     slices = f", in slices of {depth[0]} along K" if depth else ""
     return f"a block of threads makes {rows}x{columns} of the result{slices}"
@@ -167,7 +167,7 @@ def _describe_operand_formats(written: str) -> str:
 
 
 def find_functor(name: str) -> str:
-    """What an elementwise or reduction kernel computes: 'MulFunctor', 'silu_kernel'; '' where nothing tells."""
+    """Name what an elementwise or reduction kernel computes: 'MulFunctor', 'silu_kernel'; '' where nothing tells."""
     words: list[str] = re.findall(r"\w+", name.partition("<")[2])
     for word in words:
         is_wrapper = word.startswith(_WRAPPERS) or "elementwise" in word
@@ -270,7 +270,7 @@ _NARROW_FIRST = ("fp4", "fp8", "int8", "bf16", "fp16", "fp32")
 
 
 def _name_format(written: str) -> str:
-    """'MxE2m1' -> 'fp4', 'fp8e4nv' -> 'fp8'; '' for unknown."""
+    """Name a number format: "fp4" of "MxE2m1", "fp8" of "fp8e4nv"; '' for unknown."""
     lowered = written.lower()
     if lowered in FORMATS:
         return FORMATS[lowered]
@@ -387,7 +387,7 @@ def _read_format(operands: str) -> Callable[[re.Match[str], str], str]:
 
 
 def _read_pieces(known: dict[str, str]) -> dict[str, tuple[Piece, ...]]:
-    """{name of a group: its pieces} of kernel_pieces.tsv; '' stands for none. known: what {NAME} stands for."""
+    """Read the pieces of each group of kernel_pieces.tsv; '' stands for none. `known` says what {NAME} stands for."""
     pieces: dict[str, tuple[Piece, ...]] = {"": ()}
     for name, where, field, meaning in _read_rows("kernel_pieces.tsv", 4):
         piece = Piece(

@@ -33,7 +33,7 @@ _SAYING = re.compile(r"Flash(?:Attn|Attention)\w+|ImplicitGemm\w+|GemmUniversal\
 
 @dataclass(frozen=True)
 class NamePart:
-    """One piece of a name. `inferred`: its meaning is seen in practice, but no vendor documents it."""
+    """A piece of a name. `inferred`: its meaning is seen in practice, but no vendor documents it."""
 
     text: str  # as it stands in the name
     field: str  # "architecture", "instruction tile", "layout" ...
@@ -43,7 +43,7 @@ class NamePart:
 
 @dataclass(frozen=True)
 class KernelName:
-    """What a name says, and how to read it."""
+    """Meaning of a kernel's name, and how to read it."""
 
     name: str
     family: str  # "cuBLAS", "FlashAttention", ... "" where nobody is recognized
@@ -59,7 +59,7 @@ class KernelName:
 
 @lru_cache(maxsize=MAX_KEPT_ANSWERS)
 def taken_apart(name: str) -> KernelName:
-    """What the name says. Any string is taken; what no family fits has no parts."""
+    """Explain a kernel's name. Any string is taken; what no family fits has no parts."""
     text = demangled(name[:LONGEST])
     role = get_kernel_role(name)
     word = _find_scheme_word(text)
@@ -205,7 +205,7 @@ def _find_pieces(
     text: str,
     precision: str,
 ) -> list[tuple[int, NamePart]]:
-    """(place in the text, the part) of each that is found; Piece says how it is written."""
+    """Find pieces in a text, each with its place; Piece says how it is written."""
     where = piece.where
     groups = found.groupdict()
     if callable(where):
@@ -237,7 +237,7 @@ def _make_part(
     shown: str,
     said: str | tuple[str, str],
 ) -> list[tuple[int, NamePart]]:
-    """[(place, the part)]; none where nothing is said. A meaning may say what to show instead."""
+    """Make parts with their places; none where nothing is said. A meaning may say what to show instead."""
     if isinstance(said, tuple):
         shown, said = said
     if not said:
@@ -251,7 +251,7 @@ def _explain(
     precision: str,
     groups: dict[str, str | None],
 ) -> str | tuple[str, str]:
-    """What a piece of a name means; '' where there is nothing to say.
+    """Explain a piece of a name; '' where there is nothing to say.
 
     Args:
         meaning: as in Piece.
@@ -315,7 +315,7 @@ def in_words(name: str) -> list[str]:
 
 
 def _describe_cores(kernel: KernelName) -> str:
-    """'yes, with fp16 or bf16 operands'."""
+    """Write "yes, with fp16 or bf16 operands"."""
     if kernel.tensor_cores is TensorCores.UNKNOWN:
         return "unknown from the name"
     if kernel.tensor_cores is TensorCores.NOT_APPLICABLE:

@@ -1,11 +1,11 @@
-"""What the kernel analysis says of one rank. Milliseconds and counts are means per steady step."""
+"""Results of the kernel analysis of one rank. Milliseconds and counts are means per steady step."""
 
 import enum
 from dataclasses import dataclass, field
 
 
 class Role(str, enum.Enum):
-    """What device work is for."""
+    """Purposes of device work."""
 
     GEMM = "matrix products"
     ATTENTION = "attention"

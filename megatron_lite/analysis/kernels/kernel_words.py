@@ -1,4 +1,4 @@
-"""What a kernel or an operator is for, read from its name: the first row of a table that matches decides.
+"""Purposes of kernels and operators, read from their names: the first row of a table that matches decides.
 
 Kernel names are no interface: they change with each release of a library and each compiler. What no row knows is
 "other", which a report shows as such. The tables are in kernel_words.tsv.
@@ -24,7 +24,7 @@ MAX_KEPT_ANSWERS = 2**16  # whose answers are kept: asked again for each step, p
 
 
 def read_tables() -> dict[str, list[tuple[str, str]]]:
-    """{table: [(key, value)]} of kernel_words.tsv."""
+    """Read kernel_words.tsv: pairs of key and value, by table."""
     tables: dict[str, list[tuple[str, str]]] = {}
     text = Path(__file__).with_name("kernel_words.tsv").read_text(encoding="utf-8")
     for line in text.splitlines():
@@ -42,7 +42,7 @@ MIXED = ("fp4", "fp8", "bf16", "fp16")  # what tensor cores are for, narrowest f
 
 
 def _read_tensor_types() -> dict[str, tuple[str, int]]:
-    """{type as torch writes it: (format, bytes of an element)}."""
+    """Read number formats and bytes of an element, by the type as torch writes it."""
     types = {}
     for name, value in WORDS["tensor types"].items():
         number_format, size, *_ = value.split()
@@ -95,7 +95,7 @@ def name_format(name: str) -> str:
 
 
 def _any_of(patterns: str) -> re.Pattern[str]:
-    """One pattern of several, with blanks between them."""
+    """Join several patterns, with blanks between them, into one."""
     return re.compile("|".join(patterns.split()))
 
 
@@ -155,7 +155,7 @@ def _find_inner_identifiers(name: str, at: int) -> list[str]:
 
 
 def _identifier(name: str, at: int) -> tuple[str, int] | None:
-    """(word, its end) if a length and a word of that length stand at `at`.
+    """Read a word and its end if a length and a word of that length stand at `at`.
 
     The last word of a name that was cut is shorter.
     """
@@ -170,19 +170,19 @@ def _identifier(name: str, at: int) -> tuple[str, int] | None:
 
 
 def _find_head(name: str) -> str:
-    """'void ns::f<T>(int)' -> 'ns::f': the function's own name with its namespaces, without arguments."""
+    """Name a function with its namespaces, without arguments: "ns::f" of "void ns::f<T>(int)"."""
     plain = _NO_MEANING.sub("", _ENABLED.sub("", demangled(name[:LONGEST]).strip()))
     return re.split(r"[<(\[{]", plain, maxsplit=1)[0].strip()
 
 
 @lru_cache(maxsize=MAX_KEPT_ANSWERS)
 def is_communication(name: str) -> bool:
-    """Is it a kernel that moves data between processes, or a backend's span for one (gloo:all_reduce)?"""
+    """Tell whether a kernel moves data between processes, or is a backend's span for one (gloo:all_reduce)."""
     return get_kernel_role(name) is Role.COMMUNICATION
 
 
 def is_wait(name: str) -> bool:
-    """Is it an operator in which the host does nothing until a collective is through?"""
+    """Tell whether the host does nothing in an operator until a collective is through."""
     return name in ("_c10d_functional::wait_tensor", "c10d_functional::wait_tensor")
 
 
@@ -254,7 +254,7 @@ def get_operator_role(name: str) -> Role:
 
 
 def bare_operator(name: str) -> str:
-    """'aten::add_' -> 'add', 'autograd::engine::evaluate_function: NllLossBackward0' -> 'nll_loss'."""
+    """Shorten an operator's name: "add" of "aten::add_", "nll_loss" of NllLossBackward0."""
     bare = name[:LONGEST].removeprefix(_ENGINE)
     bare = re.sub(r"^(aten|prims|torch::autograd)::", "", bare)
     if re.fullmatch(r"\w+Backward\d*", bare):
@@ -265,7 +265,7 @@ def bare_operator(name: str) -> str:
 
 
 def fused_operators(text: str) -> list[str]:
-    """'_to_copy_add_native_layer_norm' -> ['_to_copy', 'add', 'native_layer_norm']. Unknown words stand alone."""
+    """Split "_to_copy_add_native_layer_norm" into "_to_copy", "add", "native_layer_norm". Unknown words stand alone."""
     found = []
     rest = text
     while rest:

@@ -1,4 +1,4 @@
-"""What one rank's device runs in the steady steps, and how well: kernels, operators, tensor cores, speed of light."""
+"""Kernels and operators of one rank's steady steps, and how well they run: tensor cores, speed of light."""
 
 import re
 from collections.abc import Sequence
@@ -125,7 +125,7 @@ def _sum_by_role(
     operators: Sequence[OperatorRow],
     on_gpu: bool,
 ) -> dict[Role, float]:
-    """{role: ms}, most time first: of kernels; without a GPU of the operators' own time on the host."""
+    """Sum ms by role, most time first: of kernels; without a GPU of the operators' own time on the host."""
     if on_gpu:
         rows = [(one.role, one.ms) for one in kernels]
     else:
@@ -137,7 +137,7 @@ def _sum_by_role(
 
 
 def _sum_reasons(matrix: Sequence[KernelRow], known: dict[str, KernelName]) -> dict[str, float]:
-    """{why tensor cores are not used: ms} of matrix work. known: kernels' names taken apart."""
+    """Sum ms of matrix work by why it uses no tensor cores. `known`: kernels' names taken apart."""
     reasons: dict[str, float] = {}
     for row in matrix:
         if row.tensor_cores is TensorCores.NO:
@@ -236,7 +236,7 @@ def _name_phase(chosen: Selection, phase: int) -> str:
 
 
 def own_ms(chosen: Selection) -> Numbers:
-    """float [n]: each event's time without the operators inside it, per steady step."""
+    """Measure each event's time without the operators inside it, ms per steady step; float [n]."""
     parents = chosen.placing.operator[chosen.operators]
     has_parent = parents >= 0
     inner_ms = chosen.ms[chosen.operators[has_parent]]
@@ -245,7 +245,7 @@ def own_ms(chosen: Selection) -> Numbers:
 
 
 def _sum_launched(chosen: Selection) -> Numbers:
-    """float [n]: device time of what an operator launched, itself or through operators inside it, per steady step.
+    """Sum device time that an operator launched, itself or through operators inside it, ms per steady step; float [n].
 
     An operator inside another of the same name adds to the inner one only, so that a name's sum counts nothing twice.
     """

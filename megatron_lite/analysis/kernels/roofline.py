@@ -78,7 +78,7 @@ Results = dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, ...]]  # size
 
 @dataclass(frozen=True)
 class Work:
-    """One call of an operator."""
+    """A call of an operator."""
 
     role: Role
     shape: str
@@ -129,7 +129,7 @@ def compute_work(
 
 
 def count_results(operator: str, shapes: Shapes) -> Results:
-    """{(input, weight): result} of a convolution's backward pass; {} for others."""
+    """Find the products of a convolution's backward pass, result by input and weight; {} for others."""
     places = CONVOLUTIONS_BACKWARD.get(operator)
     if not places or not all(_is_sound(one) for one in shapes.dims) or len(shapes.dims) < 3:
         return {}
@@ -146,7 +146,7 @@ def _is_sound(dims: object) -> bool:
 
 
 def _is_flat(dims: object) -> TypeGuard[tuple[int, ...]]:
-    """These are the dimensions of one tensor."""
+    """Tell whether these are the dimensions of one tensor."""
     return isinstance(dims, tuple) and all(isinstance(one, int) for one in dims)
 
 
@@ -157,13 +157,13 @@ def _get_tensor(shapes: Shapes, place: int, fewest: int) -> tuple[int, ...] | No
 
 
 def _get_format(shapes: Shapes, place: int, otherwise: str) -> tuple[str, int]:
-    """(number format, bytes of an element) of an argument; ("", 0) if unknown."""
+    """Find the number format of an argument and the bytes of an element; ("", 0) if unknown."""
     written = shapes.dtypes[place] if place < len(shapes.dtypes) else ""
     return TENSOR_TYPES.get(written) or (otherwise, FORMAT_BYTES.get(otherwise, 0))
 
 
 def _describe(tensors: Iterable[tuple[int, ...]], dtype: str) -> str:
-    """'[8192, 1024] x [1024, 4096] bf16'."""
+    """Write shapes: "[8192, 1024] x [1024, 4096] bf16"."""
     sizes = " x ".join(str(list(one)) for one in tensors)
     return f"{sizes} {dtype}" if dtype else sizes
 
@@ -361,7 +361,7 @@ def _list_tensors(shapes: Shapes) -> list["_Tensor"]:
 
 @dataclass(frozen=True)
 class _Tensor:
-    """One argument of an operator."""
+    """An argument of an operator."""
 
     dims: tuple[int, ...]
     dtype: str
@@ -420,7 +420,7 @@ class OperatorCalls:
 
     @property
     def is_causal(self) -> bool | None:
-        """Does the kernel of attention skip what a causal mask hides? None where no name says, and for other work."""
+        """Tell whether attention skips what a causal mask hides; None where no name says, and for other work."""
         if self.kernel is None or self.work.role is not Role.ATTENTION:
             return None
         return self.kernel.causal
@@ -494,7 +494,7 @@ def collect_calls(
 
 @dataclass(frozen=True)
 class _Head:
-    """What the calls of a group have in common."""
+    """Traits that the calls of a group have in common."""
 
     operator: str
     shapes: Shapes
@@ -545,7 +545,7 @@ def _count_calls(
     events: int,
     groups: int,
 ) -> Integers:
-    """int64 [groups]: the operators of each group; one may launch several kernels, and counts once."""
+    """Count the operators of each group, int64 [groups]; one may launch several kernels, and counts once."""
     group_of_event = np.full(events, -1)
     group_of_event[operator] = group
     groups_of_operators = group_of_event[group_of_event >= 0]
@@ -557,7 +557,7 @@ def _find_priced(
     on_gpu: bool,
     known: dict[str, KernelName],
 ) -> tuple[Integers, Integers]:
-    """(events whose work follows from shapes, the operator of each that has them). The arguments are collect_calls'."""
+    """Find events whose work follows from shapes, and the operator of each. The arguments are collect_calls'."""
     events = chosen.trace.events
     if on_gpu:
         rows = chosen.device
@@ -573,7 +573,7 @@ def _find_priced(
 
 
 def _find_targets(chosen: Selection) -> Integers:
-    """int64 [k]: the operator of each piece of device work whose shapes count; -1 for none.
+    """Find the operator of each piece of device work whose shapes count, int64 [k]; -1 for none.
 
     It is products' innermost operator, attention's outermost, or its own.
     """
@@ -613,7 +613,7 @@ def _find_uncovered(chosen: Selection) -> Integers:
 
 
 def _find_recomputed(chosen: Selection, rows: Integers) -> Flags:
-    """bool per operator row: a forward operator within the backward pass, which is activation recomputation.
+    """Find forward operators within the backward pass, which are activation recomputation; bool per operator row.
 
     It has a sequence number of its own (gradients are recorded) and no forward thread, unlike the backward pass itself.
     """
@@ -668,7 +668,7 @@ def _make_row(call: OperatorCalls, device: str | None) -> RooflineRow:
 
 
 def _find_bound(call: OperatorCalls, device: str | None) -> tuple[float | None, str]:
-    """(ms that the device takes at least, "compute" or "memory"), per step; (None, "") where it is not known."""
+    """Find the least ms per step of the device, and "compute" or "memory" as its bound; (None, "") if unknown."""
     peak = peak_tflops(device, name_peak(call.precision))
     processor = match_processor(device)
     memory_gb_s = processor.memory_gb_s if processor else None

@@ -33,7 +33,7 @@ class Selection:
 
     @cached_property
     def operators(self) -> Integers:
-        """Rows of operators."""
+        """Rows of the selected operators."""
         rows = self.trace.rows[Kind.OP]
         return rows[self.placing.counts[rows]]
 
@@ -45,7 +45,7 @@ class Selection:
 
     @cached_property
     def ms(self) -> Numbers:
-        """float [n]: each event's duration, divided by the number of steady steps."""
+        """Duration of each event, divided by the number of steady steps; float [n]."""
         lengths_ns = self.trace.events.end_ns - self.trace.events.start_ns
         return lengths_ns / (1e6 * max(1, self.steps))
 

@@ -1,4 +1,4 @@
-"""What the training thread got of the machine's cores: inside the profiled window, before it and in typical steps."""
+"""Use of the machine's cores by the training thread: inside the profiled window, before it and in typical steps."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -45,7 +45,7 @@ def measure_core_use(run: Run, chosen: Flags) -> CoreUse | None:
 
 
 def _measure_waits(run: Run) -> Numbers:
-    """float64 [steps]: ms that a step waited for a core; waits of evaluating and saving are no part of its time."""
+    """Time that each step waited for a core, float64 [steps], ms; waits of evaluating and saving are no part of it."""
     return np.minimum(run.core_wait_ms, run.training_ms)
 
 
@@ -91,8 +91,9 @@ def _list_shortages_in(traces: Sequence[Trace]) -> Iterator[CoreShortage]:
 
 
 def find_core_use(rank: int | None, run: Run | None, traces: Sequence[Trace]) -> CoreUse | None:
-    """What a rank got of the cores: in the recorded steps by its trace, else by the run's record. None where nothing
-    tells.
+    """Find what a rank got of the cores: in the recorded steps by its trace, else by the run's record.
+
+    None where nothing tells.
 
     Args:
         rank: the rank; None for a trace that names none, which is taken for the one that writes the run's record.
@@ -117,7 +118,7 @@ def find_core_use(rank: int | None, run: Run | None, traces: Sequence[Trace]) ->
 
 
 def _read_core_use(ranks: RankMedians, rank: int) -> CoreUse:
-    """What the medians say of a rank."""
+    """Find what the medians say of a rank's cores."""
 
     def take(known: Sequence[float]) -> float | None:
         """The rank's number; None where it has none."""

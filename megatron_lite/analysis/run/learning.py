@@ -45,7 +45,7 @@ def find_clip_limit(run: Run) -> float | None:
 
 
 def measure_learning(run: Run) -> Learning:
-    """What the run's skipped steps, losses and gradient norms come to."""
+    """Conclusions from the run's skipped steps, losses and gradient norms."""
     updates = run.steps - int(run.skipped.sum())
     not_finite = tuple(run.iterations[run.not_finite].tolist())
     falls, losses = _compare_losses(run)

@@ -25,7 +25,7 @@ MAX_CHART_ACTIONS = 3000  # of a chart
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Of the usual rank of a stage, ms per typical step."""
+    """Times of the usual rank of a stage, ms per typical step."""
 
     stage: int  # from 0
     layers: int
@@ -42,7 +42,7 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class PipelineTimes:
-    """One step of a pipeline, measured beside what its schedule allows."""
+    """A step of a pipeline, measured beside what its schedule allows."""
 
     stages: tuple[StageTimes, ...]
     micro_batches: int

@@ -88,7 +88,7 @@ def _read_verdict(path: Path, record: RunRecord) -> str:
 
 
 def _read_lines(lines: StepLines) -> list[str]:
-    """What steps.jsonl has more, and what is wrong with it."""
+    """Further contents of steps.jsonl, and what is wrong with it."""
     try:
         lines.read()
     except FileNotFoundError:

@@ -1,5 +1,4 @@
-"""What a run folder of this trainer says: run.json and steps.jsonl (formats: megatron_lite/run_folder.py and
-formats/step_records.py).
+"""Contents of a run folder: run.json and steps.jsonl (formats/run_record.py and formats/step_records.py).
 
 A number that the folder does not have is NaN among others and None alone; never 0.
 """
@@ -22,7 +21,7 @@ RECOVERED = 0.5  # of what the window's steps took more: a smaller rest may be n
 
 
 class PhasesOfRanks:
-    """What has numbers per rank, and for each phase."""
+    """Figures that have numbers per rank, and for each phase."""
 
     phases_ms: Mapping[str, Any]
     gpu_phases_ms: Mapping[str, Any]
@@ -37,8 +36,7 @@ class PhasesOfRanks:
 
 @dataclass(frozen=True)
 class RankLines(PhasesOfRanks):
-    """What all ranks said of the typical steps between two console lines: arrays of [line, rank],
-    NaN for the unknown."""
+    """Figures of all ranks over typical steps between two console lines: arrays of [line, rank], NaN for unknown."""
 
     first: NDArray[np.int64]  # [line], iterations
     last: NDArray[np.int64]
@@ -55,7 +53,7 @@ class RankLines(PhasesOfRanks):
     involuntary_switches: Numbers
 
     def take(self, lines: Flags | slice) -> "RankLines":
-        """Some of the lines."""
+        """Select some of the lines."""
         taken: dict[str, Any] = {}
         for name, value in vars(self).items():
             taken[name] = {key: of[lines] for key, of in value.items()} if isinstance(value, dict) else value[lines]
@@ -80,7 +78,7 @@ class RankMedians(PhasesOfRanks):
 
     @cached_property
     def without_core(self) -> tuple[int, float | None] | None:
-        """(rank that waits longest for a core, ms per step or None for unknown); None where all have their cores."""
+        """The rank that waits longest for a core, and ms per step (None: unknown); None where all have their cores."""
         return rank_without_core(self.core_wait_ms, self.involuntary_switches, self.cpu_ms, self.step_ms)
 
 
@@ -110,7 +108,7 @@ class PhaseTimes(Mapping[str, Numbers]):
         return len(self._microseconds)
 
     def take(self, steps: slice) -> "PhaseTimes":
-        """Of some of the steps."""
+        """Select some of the steps."""
         return PhaseTimes({name: values[steps] for name, values in self._microseconds.items()})
 
 
@@ -160,7 +158,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class Run(Steps):
-    """One run, as it described itself."""
+    """A run as it described itself."""
 
     folder: str
     record: RunRecord  # run.json; without any field where there is none
@@ -192,7 +190,7 @@ class Run(Steps):
 
     @property
     def plan(self) -> PlanRecord:
-        """What was decided before the run started; without any field of a watched script."""
+        """Decisions before the run started; without any field of a watched script."""
         return self.record.plan or PlanRecord()
 
     @cached_property
@@ -202,13 +200,15 @@ class Run(Steps):
 
     @property
     def status(self) -> str:
-        """running, finished, interrupted, failed: ..., killed or lost: ..., or why it left early;
-        "unknown" without run.json."""
+        """Status: running, finished, interrupted, failed: ..., killed or lost: ..., or why it left early.
+
+        "unknown" without run.json.
+        """
         return self.record.status or "unknown"
 
     @property
     def stages(self) -> list[int]:
-        """Of a pipeline, by rank; [] where there is none."""
+        """Stages of a pipeline by rank; [] where there is none."""
         return list(self.plan.stages_of_ranks)
 
     @property
@@ -218,12 +218,12 @@ class Run(Steps):
 
     @property
     def writing_rank(self) -> int | None:
-        """Whose times the steps are; 0 of a watched script, which has no plan; None: not known."""
+        """Rank whose times the steps are; 0 of a watched script, which has no plan; None: not known."""
         return 0 if self.plan.world == WorldRecord() else self.plan.world.rank
 
     @property
     def on_rank(self) -> str:
-        """' on rank 3', whose times the steps are; '' where there is one only, or it is not known."""
+        """The text " on rank 3", whose times the steps are; '' where there is one only, or it is not known."""
         return f" on rank {self.writing_rank}" if self.writing_rank is not None and (self.world_size or 1) > 1 else ""
 
     @property
@@ -243,5 +243,5 @@ class Run(Steps):
 
     @property
     def without_core(self) -> tuple[int, float | None] | None:
-        """As RankMedians has it."""
+        """Own time of each rank in a phase, as RankMedians has it."""
         return self.ranks.without_core if self.ranks else None

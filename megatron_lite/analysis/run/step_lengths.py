@@ -110,7 +110,13 @@ def _find_period(iterations: Integers, slow: Integers) -> int | None:
 
 
 def has_slow_profiled_step(run: Run, on_gpu: bool, limit_ms: float) -> bool:
-    """Tell whether a profiled step takes longer than `limit_ms`, other than by compiling."""
+    """Tell whether a profiled step is long, other than by compiling.
+
+    Args:
+        run: the run's record.
+        on_gpu: whether a GPU's clock timed its phases.
+        limit_ms: the length beyond which a step is long.
+    """
     own_ms = _measure_own(run, on_gpu)
     seen: Flags = run.profiled & ~run.compiling
     return bool((own_ms[seen] > limit_ms).any())
@@ -165,7 +171,7 @@ def _measure_own(run: Run, on_gpu: bool) -> Numbers:
 
 
 def _measure_waits(run: Run, on_gpu: bool) -> Numbers:
-    """What each step's length has of waiting for a core, ms; 0 by the GPU's clock and for unknown."""
+    """Find how long each step waited for a core, ms; 0 by the GPU's clock and for unknown."""
     if on_gpu:
         return np.zeros(len(run.iterations))
     waits_ms: Numbers = np.minimum(np.nan_to_num(run.core_wait_ms), run.training_ms)

@@ -1,4 +1,4 @@
-"""steps.jsonl, line by line, into columns: what the trainer appended, and what of it can be read.
+"""Reading of steps.jsonl, line by line, into columns: what the trainer appended, and what of it can be read.
 
 A run may have a million steps: a line is gone as soon as its numbers stand in columns of eight bytes each. A run that
 goes on appends more: only that is read the next time.
@@ -160,7 +160,7 @@ class _Cursor:
 
 
 class StepLines:
-    """What the last start wrote, as far as its file has been read.
+    """Lines that the last start wrote, as far as its file has been read.
 
     The arrays that `read_steps` returns share memory with what the next `read` appends to: nobody may hold them then.
     """
@@ -311,7 +311,7 @@ class StepLines:
             self.every *= 2
 
     def read_steps(self) -> Steps:
-        """The steps' columns."""
+        """Build the steps' columns."""
         # columns of a file without steps are empty, and there all the same
         flags = {name: np.frombuffer(self._flags.get(name, b""), np.bool_) for name in _take_flags([])}
         numbers = _take_numbers([]) | self._numbers.read()
