@@ -23,14 +23,19 @@ MICRO_BATCH = "tokens of a micro-batch"  # ranks that together have all tokens o
 QUERY_GROUP = "tensor, of a query group"  # tensor parallel ranks that share queries' keys and values
 ENDS = "ends"  # the first and the last stage, which both have an embedding that is tied, or that further tokens need
 
-# Dimensions of a layout as reports name them, with words of descriptions of process groups that tell of them: by
-# PyTorch's device meshes, Megatron-LM, torchtitan, and this trainer, whose older traces say copies and rows
+# Dimensions of a layout, as plans and reports name them: PIPELINE, TENSOR, CONTEXT and
+DATA = "data"  # ranks of REPLICATE, SHARD and CONTEXT, which have other tokens each
+EXPERT = "expert"  # ranks of EXPERTS
+EXPERT_DATA = "expert data"  # ranks of EXPERT_REPLICAS
+
+# Words of descriptions of process groups that tell of a dimension: by PyTorch's device meshes, Megatron-LM, torchtitan,
+# and this trainer, whose older traces say copies and rows
 _WORDS = {
-    "tensor": {"tensor", "tp"},
-    "context": {"context", "cp"},
-    "data": {"data", "dp", "fsdp", "hsdp", "ddp", "replicate", "shard", "replicas", "copies", "rows"},
-    "pipeline": {"pipeline", "pp", "embedding", "ends"},
-    "expert": {"expert", "experts", "ep"},
+    TENSOR: {"tensor", "tp"},
+    CONTEXT: {"context", "cp"},
+    DATA: {"data", "dp", "fsdp", "hsdp", "ddp", "replicate", "shard", "replicas", "copies", "rows"},
+    PIPELINE: {"pipeline", "pp", "embedding", "ends"},
+    EXPERT: {"expert", "experts", "ep"},
 }
 _MODEL = {"model", "parallel", "group"}  # Megatron-LM's group of all ranks that together hold one model
 

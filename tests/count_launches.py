@@ -21,7 +21,7 @@ from megatron_lite.parallel.groups import make_groups
 from megatron_lite.phases import Phase
 from megatron_lite.planner.walk.fake_backend import FakeBackend
 from megatron_lite.planner.walk.kernels import replace_kernels
-from megatron_lite.planner.walk.rehearse import prepare
+from megatron_lite.planner.walk.walk_steps import prepare
 
 # launch nothing: they make, view or name memory
 SILENT = {"empty", "empty_like", "empty_strided", "new_empty", "detach", "alias", "split", "lift_fresh", "resize_"}

@@ -14,7 +14,7 @@ from megatron_lite.config.plan import Plan
 from megatron_lite.config.world import World
 from megatron_lite.formats.run_record import MemoryPrediction
 from megatron_lite.planner.memory import predict_memory
-from megatron_lite.planner.walk.rehearse import Rehearsal, rehearse
+from megatron_lite.rehearsal import Rehearsal, rehearse
 from megatron_lite.units import size
 
 ALWAYS = (

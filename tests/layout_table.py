@@ -29,8 +29,8 @@ from support.launch import (
 )
 
 from megatron_lite.analysis.memory.read import analyze_snapshot
+from megatron_lite.config.cpu_kernel_rules import find_slow_precisions
 from megatron_lite.config.plan import Plan
-from megatron_lite.cpu_kernels.rules import find_slow_precisions
 from megatron_lite.instruments.memory_tags import StepMarks
 from megatron_lite.instruments.memory_tracker import StorageTracker
 from megatron_lite.optim.optimizer import Optimizer

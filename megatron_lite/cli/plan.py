@@ -306,7 +306,7 @@ def _describe_facts(found: PlannedRun, generates: bool) -> str:
         return facts
     ranks = plan.world.size
     gpus = f"{ranks} GPU{'s' if ranks > 1 else ''}{' assumed' if found.gpus_assumed else ''}"
-    passes = plan.batch.final // plan.samples_per_pass
+    passes = plan.final_micro_batches
     batch = f"{plan.batch.final} = {plan.args.training.micro_batch_size} x {plan.layout.data} x {passes}"
     return f"{facts}, {gpus}, batch {batch}"
 

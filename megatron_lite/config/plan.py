@@ -284,6 +284,11 @@ class Plan:
         usual = self.samples_per_pass if self.batch.steps else self.batch.final
         return self.args.watch.eval_iters * (training.eval_global_batch_size or usual)
 
+    @property
+    def final_micro_batches(self) -> int:
+        """Micro-batches per rank in a step of the final global batch."""
+        return self.batch.final // self.samples_per_pass
+
     def micro_batches(self, consumed: int) -> int:
         """Micro-batches per rank in the step that starts after `consumed` samples."""
         return self.batch.size(consumed) // self.samples_per_pass

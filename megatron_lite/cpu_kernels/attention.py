@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from megatron_lite.cpu_kernels.rules import QUERY_BLOCK
+from megatron_lite.config.cpu_kernel_rules import QUERY_BLOCK
 from megatron_lite.model.attention import EXPLICIT, Attend, repeat_heads
 
 softmax_backward = torch.ops.aten._softmax_backward_data.out

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_lite.cpu_kernels.rules import GELU_BLOCK
+from megatron_lite.config.cpu_kernel_rules import GELU_BLOCK
 from megatron_lite.model.mlp import GELU_CUBIC, GELU_SCALE
 
 

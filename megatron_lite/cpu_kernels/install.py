@@ -5,19 +5,19 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from megatron_lite.config.shape import ModelShape
-from megatron_lite.cpu_kernels.attention import suit_attention
-from megatron_lite.cpu_kernels.experts import compute_one_by_one
-from megatron_lite.cpu_kernels.gelu import gelu_in_blocks
-from megatron_lite.cpu_kernels.loss import exponentiate, multiply_logits
-from megatron_lite.cpu_kernels.products import PRODUCTS, is_widened
-from megatron_lite.cpu_kernels.rules import (
+from megatron_lite.config.cpu_kernel_rules import (
     MAX_EXPLICIT_POSITIONS,
     count_loss_logits,
     explicit_is_faster,
     gelu_works_in_blocks,
     skips_future_scores,
 )
+from megatron_lite.config.shape import ModelShape
+from megatron_lite.cpu_kernels.attention import suit_attention
+from megatron_lite.cpu_kernels.experts import compute_one_by_one
+from megatron_lite.cpu_kernels.gelu import gelu_in_blocks
+from megatron_lite.cpu_kernels.loss import exponentiate, multiply_logits
+from megatron_lite.cpu_kernels.products import PRODUCTS, is_widened
 from megatron_lite.model.experts import list_mixtures
 from megatron_lite.model.gpt import DTYPES, GPT
 from megatron_lite.model.kernels import Activation, Kernels

@@ -8,8 +8,8 @@ import math
 import torch
 from torch import Tensor
 
+from megatron_lite.config.cpu_kernel_rules import VOCAB_BLOCK, mkl_lacks_avx512
 from megatron_lite.cpu_kernels.products import is_widened, multiply
-from megatron_lite.cpu_kernels.rules import VOCAB_BLOCK, mkl_lacks_avx512
 
 LOG2_E = math.log2(math.e)
 BYTES_OF_16_BITS = 2

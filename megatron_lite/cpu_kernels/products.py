@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_lite.cpu_kernels.rules import WIDENED_BLOCK, find_slow_precisions, mkl_lacks_avx512
+from megatron_lite.config.cpu_kernel_rules import WIDENED_BLOCK, find_slow_precisions, mkl_lacks_avx512
 from megatron_lite.model.gpt import DTYPES
 from megatron_lite.model.products import LinearByHand, Products
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_lite.config.loss_rows import MAX_LOGITS
 from megatron_lite.model.attention import Attend
 from megatron_lite.model.experts import ComputeExperts, compute_all_experts
-from megatron_lite.model.loss_rows import MAX_LOGITS
 from megatron_lite.model.products import Products
 
 Activation = Callable[[Tensor], Tensor]

@@ -1,8 +1,8 @@
 """Predicts which attention kernel a run takes, and so what its memory and time are."""
 
 from megatron_lite.config.args import EXPLICIT_BACKENDS
+from megatron_lite.config.cpu_kernel_rules import explicit_is_faster, skips_future_scores
 from megatron_lite.config.shape import ModelShape
-from megatron_lite.cpu_kernels.rules import explicit_is_faster, skips_future_scores
 
 # How attention is computed.
 FUSED = "fused"  # scores stay in registers

@@ -9,20 +9,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from megatron_lite.config.layout import count_keys
-from megatron_lite.config.model_size import list_attention_matrices
-from megatron_lite.config.plan import Plan
-from megatron_lite.config.shape import LatentShape
-from megatron_lite.cpu_kernels.rules import (
+from megatron_lite.config.cpu_kernel_rules import (
     GELU_BLOCK,
     QUERY_BLOCK,
     count_loss_logits,
     count_scores,
     gelu_works_in_blocks,
 )
+from megatron_lite.config.layout import count_keys
+from megatron_lite.config.loss_rows import MAX_LOGITS, count_rows
+from megatron_lite.config.model_size import list_attention_matrices
+from megatron_lite.config.plan import Plan
+from megatron_lite.config.shape import LatentShape
 from megatron_lite.formats.hardware import Processor, padded
 from megatron_lite.formats.run_record import LedgerRow, MemoryPrediction
-from megatron_lite.model.loss_rows import MAX_LOGITS, count_rows
 from megatron_lite.phases import Phase
 from megatron_lite.pipeline_schedule import Stage
 from megatron_lite.planner.attention_kernel import CAUSAL, FLASH_HEAD_STEP, FUSED, MATH

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
+from megatron_lite.config.cpu_kernel_rules import WIDENED_BLOCK, find_slow_precisions
 from megatron_lite.config.fp8 import Fp8
 from megatron_lite.config.layout import Layout
 from megatron_lite.config.shape import ModelShape
-from megatron_lite.cpu_kernels.rules import WIDENED_BLOCK, find_slow_precisions
 from megatron_lite.planner.attention_kernel import CAUSAL, FUSED, MATH, UNFUSED, predict_attention_kernel
 from megatron_lite.planner.expert_load import ExpertLoad
 from megatron_lite.planner.state_size import FP32, element_bytes

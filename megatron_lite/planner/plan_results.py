@@ -103,7 +103,7 @@ class Training:
                 return []
             plan = one.plan
             chunks = len(one.plan.stage.chunks)
-            of_action = sum_micro_batches(one.time) / (plan.batch.final // plan.samples_per_pass) / chunks
+            of_action = sum_micro_batches(one.time) / (plan.final_micro_batches) / chunks
             # backward has two products for each of forward's, and forward's again where layers are recomputed
             again = plan.recomputed_layers / max(len(plan.stage.layers), 1)
             forward = of_action / (3 + again)

@@ -18,7 +18,7 @@ from megatron_lite.formats.hardware import Processor, cublas_workspace_bytes
 from megatron_lite.live_line import LiveLine
 from megatron_lite.planner.plan_results import Exact
 
-MODULE = "megatron_lite.planner.walk.rehearse"
+MODULE = "megatron_lite.rehearsal"
 WALKS_AT_ONCE = 2
 SNAPSHOT = "stage_{}/predicted.pickle"
 

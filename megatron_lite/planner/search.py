@@ -59,7 +59,7 @@ class Candidate:
         return sum(row.ms for row in self.time.rows if row.name in names) if self.time else 0.0
 
     def count_nodes(self, group: str) -> int:
-        """Nodes among which the ranks of a group, one of planner/traffic.py, are spread."""
+        """Nodes among which the ranks of a dimension of the layout are spread."""
         return find_members(group, self.plan.layout, self.plan.sharding, self.plan.world).nodes
 
 

@@ -40,6 +40,7 @@ from megatron_lite.config.plan import Plan, list_stage_kinds
 from megatron_lite.config.shape import ModelShape, RankShape
 from megatron_lite.formats.hardware import Processor, get_peak_tflops
 from megatron_lite.formats.run_record import TimePrediction, TimeRow
+from megatron_lite.mesh_axes import CONTEXT, DATA, EXPERT, EXPERT_DATA, PIPELINE, TENSOR
 from megatron_lite.planner.attention_kernel import FUSED, predict_attention_kernel
 from megatron_lite.planner.expert_load import (
     ExpertLoad,
@@ -48,15 +49,9 @@ from megatron_lite.planner.expert_load import (
 )
 from megatron_lite.planner.state_size import FP32, element_bytes, gradient_bytes, group_parameters
 from megatron_lite.planner.traffic import (
-    CONTEXT,
-    DATA,
-    EXPERT,
-    EXPERT_DATA,
     GATHER,
-    PIPELINE,
     REDUCE,
     SEND,
-    TENSOR,
     Exchange,
     Members,
     Route,
@@ -127,7 +122,7 @@ def _describe_bubble(plan: Plan, others_ms: float) -> TimeRow:
         plan: Of any stage.
         others_ms: What all other stages take for all micro-batches.
     """
-    passes = plan.batch.final // plan.samples_per_pass
+    passes = plan.final_micro_batches
     stages = plan.layout.pipeline
     chunks = len(plan.stage.chunks)
     formula = f"forward and backward of one of {passes} micro-batches on the other {stages - 1} of {stages} stages"
@@ -650,7 +645,7 @@ def _time_state(
             if one.exchange.group == EXPERT_DATA:
                 yield TimeRow(EXPERT_REDUCTION, one.milliseconds, LINK, one.words)
         gradients = [one for one in gradients if one.exchange.group == DATA]
-    passes = plan.batch.final // plan.samples_per_pass
+    passes = plan.final_micro_batches
     gathered = [one for one in timed if one.exchange.kind == GATHER]
     if gathered and plan.sharding and plan.sharding.gathers_twice:
         yield _gather_each_pass(gathered, gradients, passes, forward_ms + backward_ms)

@@ -1,8 +1,8 @@
 """What ranks exchange in a step, group by group, and how long that takes at least over the links between them.
 
-What every GPU has to send or to receive at least, over the slower of the links on the way: those within a node, and the
-network between nodes. Collectives of a few numbers (the norm, the loss, counts) are left out: their time is the host's
-and the network's latency.
+It is what every GPU has to send or to receive at least, over the slower of the links on the way: those within a node,
+and the network between nodes. Collectives of a few numbers (the norm, the loss, counts) are left out: their time is the
+host's and the network's latency.
 
 Letters: M tokens of a micro-batch, H hidden, N parameters of a rank.
 """
@@ -22,17 +22,12 @@ from megatron_lite.config.plan import Plan
 from megatron_lite.config.shape import LatentShape, ModelShape
 from megatron_lite.config.world import World
 from megatron_lite.formats.hardware import Processor
+from megatron_lite.mesh_axes import CONTEXT, DATA, EXPERT, EXPERT_DATA, PIPELINE, TENSOR
 from megatron_lite.planner.expert_load import count_recomputed_experts, plan_expert_load
-from megatron_lite.planner.state_size import FP32, element_bytes, gradient_bytes, group_parameters
+from megatron_lite.planner.state_size import FP32, ParameterGroup, element_bytes, gradient_bytes, group_parameters
 from megatron_lite.units import count
 
-# parallel ranks, as in the report
-TENSOR = "tensor"
-CONTEXT = "context"
-DATA = "data"
-PIPELINE = "pipeline"
-EXPERT = "expert"  # ranks that together have all experts
-EXPERT_DATA = "expert data"  # ranks that hold the same part of the experts
+# kinds of collectives, as in the report
 GATHER = "all-gather"
 SCATTER = "reduce-scatter"
 REDUCE = "all-reduce"
@@ -44,7 +39,7 @@ ALL_TO_ALL = "all-to-all"
 class Exchange:
     """Equal collectives, or sends, of one rank in a step."""
 
-    group: str  # TENSOR | CONTEXT | DATA | PIPELINE | EXPERT | EXPERT_DATA
+    group: str  # TENSOR | CONTEXT | DATA | PIPELINE | EXPERT | EXPERT_DATA of mesh_axes
     kind: str  # GATHER | SCATTER | REDUCE | SEND | ALL_TO_ALL
     what: str
     # of the whole tensor: what a gathering gives, a reduce-scatter takes; all rows that a rank has for all ranks
@@ -55,6 +50,7 @@ class Exchange:
 
     @property
     def formula(self) -> str:
+        """What is exchanged how often, as "8 all-gathers of 4.2 MB (weights)"."""
         return f"{count(self.times)} {self.kind}s of {self.num_bytes / 1e6:,.1f} MB ({self.what})"
 
 
@@ -67,6 +63,7 @@ class Members:
 
     @property
     def nodes(self) -> int:
+        """Nodes on which the group has ranks."""
         return -(-self.ranks // self.near)
 
 
@@ -79,6 +76,7 @@ class Route:
     words: str
 
     def milliseconds(self, num_bytes: float) -> float:
+        """Least time of a collective of a tensor of so many bytes."""
         return num_bytes * self.share / self.gb_s / 1e6
 
 
@@ -86,7 +84,14 @@ class Route:
 
 
 def find_members(group: str, layout: Layout, sharding: Sharding | None, world: World) -> Members:
-    """How many ranks a rank's group has, and how many of them are on one node: the same for all ranks."""
+    """How many ranks a rank's group has, and how many of them are on one node: the same for all ranks.
+
+    Args:
+        group: A dimension of the layout.
+        layout: Sizes of all dimensions.
+        sharding: Of the model; None: nobody shards it.
+        world: Ranks and nodes.
+    """
     model = layout.tensor * layout.context
     # ranks of a stage lie side by side, unless stages lie within data parallel ranks
     from_stage = model * layout.data
@@ -124,6 +129,11 @@ def find_route(kind: str, members: Members, processor: Processor) -> Route | Non
     a reduce-scatter or an all-gather (Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms); to switches
     that add up it sends all of them once. Of GPUs of one node that take part in a group of several nodes, each brings
     its share over the network.
+
+    Args:
+        kind: GATHER, SCATTER, REDUCE, SEND or ALL_TO_ALL.
+        members: Of the group.
+        processor: The GPU, with the speed of its links.
     """
     if members.ranks < 2:
         return None
@@ -153,12 +163,14 @@ def _share_collective(kind: str, parts: int, together: int) -> tuple[float, str]
         together: GPUs of a unit, which share the work.
     """
     rounds = 2 if kind == REDUCE else 1
-    words = f"{parts - 1}/{parts}"
+    others = parts - 1
+    words = f"{others}/{parts}"
     if rounds > 1:
         words = f"2 x {words}"
     if together > 1:
         words = f"{words}/{together}"
-    return rounds * (parts - 1) / parts / together, words
+    share = rounds * others / parts / together
+    return share, words
 
 
 def _find_route_to_all(members: Members, processor: Processor) -> Route | None:
@@ -187,26 +199,43 @@ def _find_route_to_all(members: Members, processor: Processor) -> Route | None:
 
 
 def _find_route_in_node(kind: str, ranks: int, processor: Processor) -> Route | None:
-    joined = processor.linked_gpus if processor.link_gb_s else 1
-    if processor.link_gb_s and ranks <= joined:
-        gb_s = processor.link_gb_s / 2
-        if processor.mesh:
-            gb_s *= (ranks - 1) / (processor.linked_gpus - 1)
-        over = f"over the link between GPUs at {gb_s:g} GB/s"
-        if kind == SEND:
-            return Route(gb_s, 1.0, over)
-        if kind == REDUCE and processor.sums_in_switch:
-            return Route(gb_s, 1.0, f"once {over}, whose switches add up")
-        share, each = _share_collective(kind, ranks, 1)
-        return Route(gb_s, share, f"{each} {over}")
-    if processor.pcie_gb_s is None:
+    """The way of a collective's bytes among GPUs of one node: over their own link where it joins all of them."""
+    if processor.link_gb_s and ranks <= processor.linked_gpus:
+        return _find_route_over_link(kind, ranks, processor, processor.link_gb_s)
+    gb_s = processor.pcie_gb_s
+    if gb_s is None:
         return None
-    over = f"over PCIe at {processor.pcie_gb_s:g} GB/s"
+    over = f"over PCIe at {gb_s:g} GB/s"
     if kind == SEND:
-        return Route(processor.pcie_gb_s, 1.0, over)
-    groups = -(-ranks // joined)  # the GPUs that a bridge joins share the work of what leaves them
+        return Route(gb_s, 1.0, over)
+    # the GPUs that a bridge joins share the work of what leaves them
+    joined = processor.linked_gpus if processor.link_gb_s else 1
+    groups = -(-ranks // joined)
     share, each = _share_collective(kind, groups, joined)
-    return Route(processor.pcie_gb_s, share, f"{each} {over}")
+    return Route(gb_s, share, f"{each} {over}")
+
+
+def _find_route_over_link(kind: str, ranks: int, processor: Processor, link_gb_s: float) -> Route:
+    """The way of a collective's bytes over the link between GPUs.
+
+    Args:
+        kind: Of the collective.
+        ranks: GPUs that take part, no more than the link joins.
+        processor: The GPU.
+        link_gb_s: What its link carries in both directions together.
+    """
+    gb_s = link_gb_s / 2
+    if processor.mesh:
+        # each pair of GPUs has its own part of the link
+        used = (ranks - 1) / (processor.linked_gpus - 1)
+        gb_s *= used
+    over = f"over the link between GPUs at {gb_s:g} GB/s"
+    if kind == SEND:
+        return Route(gb_s, 1.0, over)
+    if kind == REDUCE and processor.sums_in_switch:
+        return Route(gb_s, 1.0, f"once {over}, whose switches add up")
+    share, each = _share_collective(kind, ranks, 1)
+    return Route(gb_s, share, f"{each} {over}")
 
 
 # --- what travels
@@ -231,9 +260,14 @@ def list_exchanges(plan: Plan) -> list[Exchange]:
     return [one for one in found if one.times and one.num_bytes]
 
 
-def compute_hidden_bytes(shape: ModelShape, sequences: int, precision: str) -> int:
-    """Bytes of the hidden states of a micro-batch, M x H. shape: of one rank."""
-    return sequences * shape.seq_length * shape.hidden_size * element_bytes(precision)
+def compute_hidden_bytes(plan: Plan) -> int:
+    """Bytes of the hidden states of a micro-batch, M x H, of one rank."""
+    return _count_tokens(plan) * plan.rank_shape.hidden_size * element_bytes(plan.precision)
+
+
+def _count_tokens(plan: Plan) -> int:
+    """Tokens of a micro-batch that one rank has."""
+    return plan.args.training.micro_batch_size * plan.rank_shape.seq_length
 
 
 def _split_layers(plan: Plan) -> Iterator[Exchange]:
@@ -241,90 +275,164 @@ def _split_layers(plan: Plan) -> Iterator[Exchange]:
 
     Where ranks share out the tokens, these are gathered and scattered instead.
     """
+    layers = _count_split_layers(plan)
+    if plan.layout.sequence_parallel:
+        yield from _gather_for_layers(plan, layers)
+    yield _sum_layer_results(plan, layers)
+    latent = plan.rank_shape.latent
+    if latent is not None:
+        yield from _spread_latent_vectors(plan, latent, layers.passes * layers.number, layers.passes * layers.again)
+    yield from _sum_gradients_before_layers(plan, layers)
+    if plan.rank_shape.query_group_ranks > 1:
+        yield from _gather_query_groups(plan, layers.passes * layers.number, layers.passes * layers.again)
+
+
+@dataclass(frozen=True)
+class _SplitLayers:
+    """How many parts of a stage tensor parallel ranks split, for each micro-batch."""
+
+    passes: int  # micro-batches of a step
+    number: int  # layers
+    again: int  # layers that are recomputed
+    with_experts: int  # layers that have experts in the place of an MLP
+    unsplit: int  # layers behind whose experts nothing is summed
+    unsplit_again: int  # recomputed ones of those
+    embeddings: int  # 0 or 1
+    outputs: int  # output layers: 0 or 1
+
+
+def _count_split_layers(plan: Plan) -> _SplitLayers:
+    """Count what tensor parallel ranks split of the stage of `plan`."""
     shape = plan.rank_shape
     stage = plan.stage
-    passes = plan.batch.final // plan.samples_per_pass
-    layers = len(stage.layers)
-    again = plan.recomputed_layers
     with_experts = count_expert_layers(shape, stage)
-    shared_width = shape.experts.shared_ffn_hidden_size if shape.experts else 0
-    unsplit = with_experts
-    unsplit_again = count_recomputed_experts(plan)
-    if shared_width:
-        # experts take each rank's own tokens; one that all tokens pass is split as an MLP is
-        unsplit = 0
-        unsplit_again = 0
-    num_bytes = compute_hidden_bytes(shape, plan.args.training.micro_batch_size, plan.precision)
-    embeddings = 1 if stage.is_first else 0
-    outputs = 1 if stage.is_last else 0
-    # torch.utils.checkpoint stops before the last sum of a layer unless a dropout follows
-    sums_again = 2 if shape.hidden_dropout > 0 else 1
-    sums = REDUCE
-    if plan.layout.sequence_parallel:
-        sums = SCATTER
-        of_attention = layers + again if shape.latent is None else 0
-        gathers = of_attention + layers + again - unsplit - unsplit_again
-        backward = 2 * layers - unsplit
-        yield from _gather_hidden(plan, "hidden states, forward", num_bytes, passes * gathers, passes * outputs)
-        yield from _gather_hidden(plan, "their gradients, backward", num_bytes, passes * backward, passes * embeddings)
-    forward = 2 * layers - unsplit + sums_again * again + embeddings
-    # the sum behind attention is never the last
-    forward -= unsplit_again * (sums_again - 1)
-    yield Exchange(TENSOR, sums, "hidden states, forward", num_bytes, passes * forward)
-    products = [(shape.fc1_width, layers - with_experts)]
+    # experts take each rank's own tokens; one that all tokens pass is split as an MLP is
+    splits_experts = _measure_shared_width(shape) > 0
+    return _SplitLayers(
+        passes=plan.final_micro_batches,
+        number=len(stage.layers),
+        again=plan.recomputed_layers,
+        with_experts=with_experts,
+        unsplit=0 if splits_experts else with_experts,
+        unsplit_again=0 if splits_experts else count_recomputed_experts(plan),
+        embeddings=1 if stage.is_first else 0,
+        outputs=1 if stage.is_last else 0,
+    )
+
+
+def _measure_shared_width(shape: ModelShape) -> int:
+    """Width of the expert that all tokens pass; 0 where there is none."""
+    if shape.experts is None:
+        return 0
+    return shape.experts.shared_ffn_hidden_size
+
+
+def _gather_for_layers(plan: Plan, layers: _SplitLayers) -> Iterator[Exchange]:
+    """Gatherings before attention and MLP, forward, and of gradients behind them, backward."""
+    num_bytes = compute_hidden_bytes(plan)
+    of_mlp = layers.number + layers.again - layers.unsplit - layers.unsplit_again
+    # latent attention gathers its vectors instead
+    of_attention = 0 if plan.rank_shape.latent is not None else layers.number + layers.again
+    forward = layers.passes * (of_attention + of_mlp)
+    outputs = layers.passes * layers.outputs
+    yield from _gather_hidden(plan, "hidden states, forward", num_bytes, forward, outputs)
+    backward = layers.passes * (2 * layers.number - layers.unsplit)
+    embeddings = layers.passes * layers.embeddings
+    yield from _gather_hidden(plan, "their gradients, backward", num_bytes, backward, embeddings)
+
+
+def _sum_layer_results(plan: Plan, layers: _SplitLayers) -> Exchange:
+    """Sums behind attention, MLP and embedding, forward."""
+    sums = 2 * layers.number - layers.unsplit + layers.again + layers.embeddings
+    if plan.rank_shape.hidden_dropout > 0:
+        # torch.utils.checkpoint stops before the last sum of a layer unless a dropout follows; the sum behind attention
+        # is never the last
+        sums += layers.again - layers.unsplit_again
+    return Exchange(
+        group=TENSOR,
+        kind=SCATTER if plan.layout.sequence_parallel else REDUCE,
+        what="hidden states, forward",
+        num_bytes=compute_hidden_bytes(plan),
+        times=layers.passes * sums,
+    )
+
+
+def _sum_gradients_before_layers(plan: Plan, layers: _SplitLayers) -> Iterator[Exchange]:
+    """Sums of the gradients of what goes into attention, MLP and output layer, backward."""
+    shape = plan.rank_shape
+    num_bytes = compute_hidden_bytes(plan)
+    products = []  # (rows of the weight, how many layers have it)
     if shape.latent is None:
-        products.insert(0, (shape.qkv_rows, layers))
-    else:
-        yield from _spread_latent_vectors(plan, shape.latent, passes * layers, passes * again)
+        products.append((shape.qkv_rows, layers.number))
+    products.append((shape.fc1_width, layers.number - layers.with_experts))
+    shared_width = _measure_shared_width(shape)
     if shared_width:
-        products.append((shape.count_fc1_rows(shared_width), with_experts))
+        products.append((shape.count_fc1_rows(shared_width), layers.with_experts))
     some_in_fp8 = len(plan.fp8_layers) > 0
-    for rows, times in products:
-        yield from _sum_input_gradients(plan, rows, passes * times, num_bytes, some_in_fp8)
-    yield from _sum_input_gradients(plan, shape.padded_vocab_size, passes * outputs, num_bytes, False)
-    if shape.query_group_ranks > 1:
-        yield from _gather_query_groups(plan, passes * layers, passes * again)
+    for rows, number in products:
+        yield from _sum_input_gradients(plan, rows, layers.passes * number, num_bytes, some_in_fp8)
+    outputs = layers.passes * layers.outputs
+    yield from _sum_input_gradients(plan, shape.padded_vocab_size, outputs, num_bytes, some_in_fp8=False)
 
 
 def _spread_latent_vectors(plan: Plan, latent: LatentShape, layers: int, again: int) -> Iterator[Exchange]:
-    """What ranks, which have some of the heads each, exchange of the vectors from which all heads' queries, keys and
-    values are made, and of the part of keys that heads share.
+    """What ranks exchange of the vectors from which all heads' queries, keys and values are made.
+
+    Ranks have some of the heads each; the part of keys that heads share is exchanged, too.
 
     Args:
+        plan: Of the rank.
         latent: Widths of the vectors.
         layers: In a step.
         again: Those that are recomputed.
     """
     shape = plan.rank_shape
-    hidden_bytes = compute_hidden_bytes(shape, plan.args.training.micro_batch_size, plan.precision)
+    hidden_bytes = compute_hidden_bytes(plan)
     keys_bytes = hidden_bytes * latent.qk_pos_emb_head_dim // shape.hidden_size
     # each rank has those up to its heads, and all of those down to the vectors
     *queries, down, up, _ = list_attention_matrices(shape)
-    ups = [queries[-1], up]
-    downs = [*queries[:-1], down]
+    some_in_fp8 = len(plan.fp8_layers) > 0
     shares_tokens = plan.layout.sequence_parallel
-    for rows, columns in ups:
+    for rows, columns in (queries[-1], up):
         num_bytes = hidden_bytes * columns // shape.hidden_size
         if shares_tokens:
             what = "what queries, keys and values are made from"
-            gathered = _narrow(plan, num_bytes) if plan.fp8_layers else num_bytes
-            yield Exchange(TENSOR, GATHER, what, gathered, layers + again)
-        yield from _sum_input_gradients(plan, rows, layers, num_bytes, len(plan.fp8_layers) > 0, columns)
+            gathered_bytes = _narrow(plan, num_bytes) if some_in_fp8 else num_bytes
+            yield Exchange(TENSOR, GATHER, what, gathered_bytes, layers + again)
+        yield from _sum_input_gradients(plan, rows, layers, num_bytes, some_in_fp8, columns)
+    sums = REDUCE
     if shares_tokens:
+        sums = SCATTER
         yield Exchange(TENSOR, GATHER, "keys that heads share", keys_bytes, layers + again)
-        # each rank's gradients are of its own tokens
-        weights = sum(rows * columns for rows, columns in downs)
-        ranks = plan.sharding.ranks if plan.sharding else 1
-        each = gradient_bytes(plan.precision, plan.fp32_gradients or ranks > 1)
-        num_bytes = weights * len(plan.stage.layers) * each // ranks
-        yield Exchange(TENSOR, REDUCE, "gradients of projections to latent vectors", num_bytes, 1)
-    yield Exchange(TENSOR, SCATTER if shares_tokens else REDUCE, "gradients of shared keys", keys_bytes, layers)
+        yield _sum_latent_projections(plan, [*queries[:-1], down])
+    yield Exchange(TENSOR, sums, "gradients of shared keys", keys_bytes, layers)
+
+
+def _sum_latent_projections(plan: Plan, matrices: list[tuple[int, int]]) -> Exchange:
+    """Sums of gradients of weights that all ranks have, where each rank's gradients are of its own tokens.
+
+    Args:
+        plan: Of the rank.
+        matrices: (rows, columns) of the weights of one layer.
+    """
+    weights = sum(rows * columns for rows, columns in matrices)
+    ranks = plan.sharding.ranks if plan.sharding else 1
+    # shares of gradients are fp32
+    each = gradient_bytes(plan.precision, plan.fp32_gradients or ranks > 1)
+    return Exchange(
+        group=TENSOR,
+        kind=REDUCE,
+        what="gradients of projections to latent vectors",
+        num_bytes=weights * len(plan.stage.layers) * each // ranks,
+        times=1,
+    )
 
 
 def _gather_hidden(plan: Plan, what: str, num_bytes: int, of_layers: int, of_ends: int) -> Iterator[Exchange]:
     """Gatherings of hidden states or their gradients.
 
     Args:
+        plan: Of the rank.
         what: Which of them.
         num_bytes: Of one.
         of_layers: Times in a step for layers, some of which may take them in fp8.
@@ -343,7 +451,9 @@ def _narrow(plan: Plan, num_bytes: int) -> int:
     These are gathered so (gather_along_first_dim with a quantizer, pytorch/distributed.py of Transformer Engine).
     """
     layers = len(plan.stage.layers)
-    return num_bytes * (2 * layers - len(plan.fp8_layers)) // (2 * layers)
+    # a number in fp8 has half of the bytes
+    halves = 2 * layers - len(plan.fp8_layers)
+    return num_bytes * halves // (2 * layers)
 
 
 def _sum_input_gradients(
@@ -354,6 +464,7 @@ def _sum_input_gradients(
     Tensor parallel ranks add it up while they compute that of the weight.
 
     Args:
+        plan: Of the rank.
         rows: Of the layer's weight, on one rank.
         times: Such layers in a step.
         num_bytes: Of the input.
@@ -362,17 +473,31 @@ def _sum_input_gradients(
     """
     # a mixture's products are taken as if all were slow and hid most: this is a bound
     in_fp8 = some_in_fp8 and len(plan.fp8_layers) == len(plan.stage.layers)
-    tokens = plan.args.training.micro_batch_size * plan.rank_shape.seq_length
-    product = 2 * tokens * (columns or plan.shape.hidden_size) * rows
+    width = columns or plan.shape.hidden_size
+    product_flops = 2 * _count_tokens(plan) * width * rows
     sums = REDUCE
     if plan.layout.sequence_parallel:
         sums = SCATTER
-        # while the input's gradient is computed
-        gathered = _narrow(plan, num_bytes) if some_in_fp8 else num_bytes
-        yield Exchange(TENSOR, GATHER, "hidden states, again", gathered, times, product, in_fp8)
-    # nothing hides it where the weight's gradient is computed later
-    hidden = 0 if plan.stage.splits_backward else product
-    yield Exchange(TENSOR, sums, "their gradients, backward", num_bytes, times, hidden, in_fp8)
+        yield Exchange(
+            group=TENSOR,
+            kind=GATHER,
+            what="hidden states, again",
+            num_bytes=_narrow(plan, num_bytes) if some_in_fp8 else num_bytes,
+            times=times,
+            # while the input's gradient is computed
+            hidden_flops=product_flops,
+            in_fp8=in_fp8,
+        )
+    yield Exchange(
+        group=TENSOR,
+        kind=sums,
+        what="their gradients, backward",
+        num_bytes=num_bytes,
+        times=times,
+        # nothing hides it where the weight's gradient is computed later
+        hidden_flops=0 if plan.stage.splits_backward else product_flops,
+        in_fp8=in_fp8,
+    )
 
 
 def _gather_query_groups(plan: Plan, layers: int, again: int) -> Iterator[Exchange]:
@@ -384,9 +509,8 @@ def _gather_query_groups(plan: Plan, layers: int, again: int) -> Iterator[Exchan
         again: Those of them that are recomputed.
     """
     shape = plan.rank_shape
-    tokens = plan.args.training.micro_batch_size * shape.seq_length
     rows_of_group = shape.qkv_rows * shape.query_group_ranks
-    num_bytes = tokens * rows_of_group * element_bytes(plan.precision)
+    num_bytes = _count_tokens(plan) * rows_of_group * element_bytes(plan.precision)
     yield Exchange(TENSOR, GATHER, "queries, keys and values of a group", num_bytes, layers + again)
     yield Exchange(TENSOR, SCATTER, "their gradients", num_bytes, layers)
 
@@ -395,23 +519,25 @@ def _gather_sequences(plan: Plan) -> Iterator[Exchange]:
     """Keys and values of whole sequences for attention, and their gradients back."""
     shape = plan.rank_shape
     layers = len(plan.stage.layers)
-    passes = plan.batch.final // plan.samples_per_pass
+    passes = plan.final_micro_batches
     again = plan.recomputed_layers
     tokens = plan.args.training.micro_batch_size * plan.shape.seq_length
     key_width = shape.num_query_groups * shape.kv_channels
+    # keys, and as many values
     num_bytes = 2 * tokens * key_width * element_bytes(plan.precision)
-    yield Exchange(CONTEXT, GATHER, "keys and values", num_bytes, passes * (layers + again))
+    gathers = passes * (layers + again)
+    yield Exchange(CONTEXT, GATHER, "keys and values", num_bytes, gathers)
     yield Exchange(CONTEXT, SCATTER, "their gradients", num_bytes, passes * layers)
 
 
 def _exchange_tokens(plan: Plan) -> Iterator[Exchange]:
     """Tokens to the ranks of their experts and back, forward and backward, if each expert gets as many."""
-    passes = plan.batch.final // plan.samples_per_pass
+    passes = plan.final_micro_batches
     layers = passes * count_expert_layers(plan.shape, plan.stage)
     again = passes * count_recomputed_experts(plan)
     load = plan_expert_load(plan)
     assert load is not None
-    hidden_bytes = compute_hidden_bytes(plan.rank_shape, plan.args.training.micro_batch_size, plan.precision)
+    hidden_bytes = compute_hidden_bytes(plan)
     if plan.layout.sequence_parallel:
         hidden_bytes //= plan.layout.tensor
     if load.sends:
@@ -430,25 +556,33 @@ def _exchange_tokens(plan: Plan) -> Iterator[Exchange]:
 
 
 def _share_expert_gradients(plan: Plan) -> Iterator[Exchange]:
-    """As _share_gradients, of experts, which fewer ranks hold the same of."""
+    """Sums of gradients of experts, and gatherings of their weights, among the ranks that hold the same experts."""
     number = count_parameter_parts(plan.rank_shape, plan.stage)["experts"]
-    reduced = gradient_bytes(plan.precision, plan.fp32_gradients)
+    if not number:
+        return
+    reduced_bytes = number * gradient_bytes(plan.precision, plan.fp32_gradients)
     shared = plan.expert_sharding
     if shared is None:
-        yield Exchange(EXPERT_DATA, REDUCE, "gradients of experts", number * reduced, 1)
+        yield Exchange(EXPERT_DATA, REDUCE, "gradients of experts", reduced_bytes, 1)
         return
-    passes = plan.batch.final // plan.samples_per_pass if shared.gathers_twice else 1
+    passes = plan.final_micro_batches if shared.gathers_twice else 1
     if shared.ranks > 1:
         gathers = 2 * passes if shared.gathers_twice else passes
-        in_fp8 = group_parameters(plan)[1].in_fp8 if plan.keeps_fp8_weights else 0
-        num_bytes = element_bytes(plan.precision) * (number - in_fp8) + in_fp8
-        yield Exchange(EXPERT_DATA, GATHER, "weights of experts", num_bytes, gathers)
-        yield Exchange(EXPERT_DATA, SCATTER, "gradients of experts", number * reduced, passes)
+        _, experts = group_parameters(plan)
+        weight_bytes = _measure_weights(plan, experts)
+        yield Exchange(EXPERT_DATA, GATHER, "weights of experts", weight_bytes, gathers)
+        yield Exchange(EXPERT_DATA, SCATTER, "gradients of experts", reduced_bytes, passes)
         if plan.args.optimizer.optimizer == "muon":
             yield Exchange(EXPERT_DATA, GATHER, "experts' momentum of muon", number * FP32, 1)
     if shared.ranks < plan.layout.expert_replicas:
-        num_bytes = number * FP32 // shared.ranks
-        yield Exchange(EXPERT_DATA, REDUCE, "shares of experts' gradients, over instances", num_bytes, passes)
+        share_bytes = number * FP32 // shared.ranks
+        yield Exchange(EXPERT_DATA, REDUCE, "shares of experts' gradients, over instances", share_bytes, passes)
+
+
+def _measure_weights(plan: Plan, group: ParameterGroup) -> int:
+    """Bytes of a group's weights as ranks gather them: some of them in fp8, where they are kept so."""
+    in_fp8 = group.in_fp8 if plan.keeps_fp8_weights else 0
+    return element_bytes(plan.precision) * (group.number - in_fp8) + in_fp8
 
 
 def _hand_on(plan: Plan) -> Iterator[Exchange]:
@@ -458,10 +592,9 @@ def _hand_on(plan: Plan) -> Iterator[Exchange]:
     """
     layout = plan.layout
     stage = plan.stage
-    passes = plan.batch.final // plan.samples_per_pass
+    passes = plan.final_micro_batches
     chunks = len(stage.chunks)
-    sequences = plan.args.training.micro_batch_size
-    num_bytes = compute_hidden_bytes(plan.rank_shape, sequences, plan.precision)
+    num_bytes = compute_hidden_bytes(plan)
     if layout.sequence_parallel:
         num_bytes //= layout.tensor
     # the last chunk has nobody to send to, nor has the first chunk's gradient
@@ -479,26 +612,25 @@ def _hand_on(plan: Plan) -> Iterator[Exchange]:
 
 
 def _share_gradients(plan: Plan) -> Iterator[Exchange]:
-    """Of data and context parallel ranks: sums of gradients, and what they gather of weights that they share out."""
+    """Sums of gradients of data and context parallel ranks, and what they gather of weights that they share out."""
     group, *_ = group_parameters(plan)
-    number = group.number
     shared = plan.sharding
-    in_fp8 = group.in_fp8 if plan.keeps_fp8_weights else 0
-    num_bytes = number * gradient_bytes(plan.precision, plan.fp32_gradients)
+    reduced_bytes = group.number * gradient_bytes(plan.precision, plan.fp32_gradients)
     if shared is None:
-        yield Exchange(DATA, REDUCE, "gradients", num_bytes, 1)
+        yield Exchange(DATA, REDUCE, "gradients", reduced_bytes, 1)
         return
-    passes = plan.batch.final // plan.samples_per_pass if shared.gathers_twice else 1
-    each = element_bytes(plan.precision)
-    of_layers = group.of_layer * len(plan.stage.layers)
-    yield Exchange(DATA, GATHER, "weights", each * (number - in_fp8) + in_fp8, passes)
+    passes = plan.final_micro_batches if shared.gathers_twice else 1
+    yield Exchange(DATA, GATHER, "weights", _measure_weights(plan, group), passes)
     if shared.gathers_twice:
-        yield Exchange(DATA, GATHER, "weights of layers, backward", each * of_layers, passes)
-    yield Exchange(DATA, SCATTER, "gradients", num_bytes, passes)
+        of_layers = group.of_layer * len(plan.stage.layers)
+        layer_bytes = element_bytes(plan.precision) * of_layers
+        yield Exchange(DATA, GATHER, "weights of layers, backward", layer_bytes, passes)
+    yield Exchange(DATA, SCATTER, "gradients", reduced_bytes, passes)
     if plan.args.optimizer.optimizer == "muon":
         # its update of a matrix takes all rows of the momentum
         matrices = count_matrix_parameters(plan.rank_shape, plan.stage)
         of_replicas = sum(matrices.values()) - matrices["experts"]
         yield Exchange(DATA, GATHER, "momentum of muon", of_replicas * FP32, 1)
     if shared.ranks < plan.layout.replicas:
-        yield Exchange(DATA, REDUCE, "shares of gradients, over instances", number * FP32 // shared.ranks, passes)
+        share_bytes = group.number * FP32 // shared.ranks
+        yield Exchange(DATA, REDUCE, "shares of gradients, over instances", share_bytes, passes)

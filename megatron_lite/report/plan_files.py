@@ -75,7 +75,7 @@ def schedule_of_plan(report: PlanReport) -> Figure | None:
     if training is None or not training.stages:
         return None
     plan = report.subject.plan
-    micro_batches = min(plan.batch.final // plan.samples_per_pass, MAX_MICRO_BATCHES * len(training.stages))
+    micro_batches = min(plan.final_micro_batches, MAX_MICRO_BATCHES * len(training.stages))
     actions = training.simulate_stages(micro_batches)
     return draw.schedule(actions, f"ms at best, of {micro_batches} micro-batches")
 

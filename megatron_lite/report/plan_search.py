@@ -4,9 +4,9 @@ time against memory."""
 from collections.abc import Iterator
 
 from megatron_lite.config.plan import Plan
+from megatron_lite.mesh_axes import CONTEXT, DATA, EXPERT, PIPELINE, TENSOR
 from megatron_lite.planner.search import Candidate, Search
 from megatron_lite.planner.step_time import BUBBLE, LAYER_GROUPS
-from megatron_lite.planner.traffic import CONTEXT, DATA, EXPERT, PIPELINE, TENSOR
 from megatron_lite.report.section import Block, Lines, Section, Table, limit_rows
 from megatron_lite.report.text import milliseconds, percent, share
 from megatron_lite.units import count, size
@@ -136,7 +136,7 @@ def _give_reasons(one: Candidate) -> Iterator[str]:
         split = f", {layout.expert_tensor} split each expert" if layout.expert_tensor > 1 else ""
         yield f"EP {layout.expert}{split}: {_place(one, EXPERT)}; {cost} for tokens to experts and back"
     if layout.pipeline > 1:
-        passes = plan.batch.final // plan.samples_per_pass
+        passes = plan.final_micro_batches
         schedule = f"{passes} micro-batches"
         chunks = len(plan.stage.chunks)
         if chunks > 1:

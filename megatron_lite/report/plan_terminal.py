@@ -393,7 +393,7 @@ def _count_in_flight(one: StageOutlook) -> int:
 
 def _build_schedule_section(plan: Plan, training: Training, everything: bool) -> Iterator[Section]:
     """How long each stage waits at best: by formula, and in the order in which the stages really compute."""
-    micro_batches = plan.batch.final // plan.samples_per_pass
+    micro_batches = plan.final_micro_batches
     chunks = len(plan.stage.chunks)
     num_stages = len(training.stages)
     simulated = min(micro_batches, MAX_SIMULATED // num_stages // chunks)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lite.config.args import PrecisionArgs
+from megatron_lite.config.loss_rows import count_rows
 from megatron_lite.config.plan import Plan
 from megatron_lite.cpu_kernels.install import choose_cpu_kernels
 from megatron_lite.model.attention import EXPLICIT, Attend
@@ -14,7 +15,6 @@ from megatron_lite.model.attention_choice import Probe, Race, choose_attention, 
 from megatron_lite.model.gpt import DTYPES
 from megatron_lite.model.kernels import Kernels
 from megatron_lite.model.loss import Pieces, fused_token_losses, take_rows_apart, token_losses
-from megatron_lite.model.loss_rows import count_rows
 from megatron_lite.parallel.layers import compile_function, recompute_attention
 from megatron_lite.parallel.tensor_parallel import TensorGroup, make_losses
 from megatron_lite.units import significant

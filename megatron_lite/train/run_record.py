@@ -123,7 +123,7 @@ def record_plan(plan: Plan) -> run_record.PlanRecord:
         sharding=None if sharding is None else run_record.ShardingRecord(**dataclasses.asdict(sharding)),
         loader_workers=plan.loader_workers,
         recomputed_layers=plan.recomputed_layers,
-        micro_batches=plan.batch.final // plan.samples_per_pass,
+        micro_batches=plan.final_micro_batches,
         stages_of_ranks=tuple(layout.locate(rank).pipeline_rank for rank in ranks) if has_stages else (),
         stage_layers=tuple(count_stage_layers(plan.args.parallel, plan.shape.num_layers)) if has_stages else (),
         chunk_weights=tuple(weigh_chunks(plan.shape, one.stage) for one in plan_stages(plan)) if has_stages else (),

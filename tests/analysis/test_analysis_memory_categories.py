@@ -25,7 +25,7 @@ from megatron_lite.instruments.memory_summary import peak
 from megatron_lite.instruments.memory_tags import StepMarks
 from megatron_lite.instruments.memory_tracker import StorageTracker
 from megatron_lite.planner.categories import predict_categories
-from megatron_lite.planner.walk.rehearse import walk
+from megatron_lite.planner.walk.walk_steps import walk
 from megatron_lite.train.run_record import record_plan
 
 WIDTH, VOCABULARY, TOKENS = 64, 512, 256

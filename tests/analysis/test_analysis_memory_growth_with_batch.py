@@ -8,7 +8,8 @@ from support.launch import flags, plan_of
 from megatron_lite.analysis.memory.memory_results import Snapshot
 from megatron_lite.analysis.memory.read import read_snapshot
 from megatron_lite.analysis.run_facts import Facts
-from megatron_lite.planner.walk.rehearse import rehearse, write_snapshot
+from megatron_lite.instruments.snapshot_format import write_snapshot
+from megatron_lite.rehearsal import rehearse
 
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 KINDS = {

@@ -23,7 +23,7 @@ from megatron_lite.planner import run_walk
 def in_process(monkeypatch, tmp_path):
     """The walk as a function of this process, which may have imported torch already."""
     monkeypatch.chdir(tmp_path)
-    from megatron_lite.planner.walk.rehearse import main as walk
+    from megatron_lite.rehearsal import main as walk
 
     def run(rehearse, input, **_):
         assert rehearse[1:] == ["-m", run_walk.MODULE]
@@ -55,13 +55,13 @@ def test_formula_and_walk_stand_beside_each_other(in_process, capsys):
 
 
 def test_a_mistake_that_only_the_walk_sees_is_the_trainers_line(in_process, capsys, monkeypatch):
+    from megatron_lite import rehearsal
     from megatron_lite.errors import UserError
-    from megatron_lite.planner.walk import rehearse
 
     def refuse(plan, workspace):
         raise UserError("--attention-backend flash: no.")
 
-    monkeypatch.setattr(rehearse, "rehearse", refuse)
+    monkeypatch.setattr(rehearsal, "rehearse", refuse)
     assert main(["plan", "--exact", *argv()]) == 2
     assert capsys.readouterr().err == "error: --attention-backend flash: no.\n"
 
@@ -98,10 +98,10 @@ def test_an_estimate_on_a_terminal_is_checked_by_the_walk(in_process, on_termina
 
 
 def test_a_verdict_that_the_walk_changes_is_given_again(in_process, on_terminal, capsys, monkeypatch):
-    from megatron_lite.planner.walk import rehearse
+    from megatron_lite import rehearsal
 
-    walked = replace(rehearse.rehearse(plan()), allocated_peak_bytes=20 * 2**30)
-    monkeypatch.setattr(rehearse, "rehearse", lambda plan, workspace: walked)
+    walked = replace(rehearsal.rehearse(plan()), allocated_peak_bytes=20 * 2**30)
+    monkeypatch.setattr(rehearsal, "rehearse", lambda plan, workspace: walked)
     assert main(["plan", "--gpu", "T4", *argv("--bf16")]) == 0
     assert "\n  does not fit in one T4: peak 20.0" in capsys.readouterr().out
 
@@ -115,11 +115,11 @@ def test_what_a_search_puts_first_is_checked_by_the_walk(in_process, on_terminal
 
 
 def test_a_search_waits_for_the_walk_where_it_is_asked_for(in_process, capsys, monkeypatch):
-    from megatron_lite.planner.walk import rehearse
+    from megatron_lite import rehearsal
 
     seen = []
-    walked = replace(rehearse.rehearse(plan()), allocated_peak_bytes=200 * 2**30)
-    monkeypatch.setattr(rehearse, "rehearse", lambda plan, workspace: seen.append(plan) or walked)
+    walked = replace(rehearsal.rehearse(plan()), allocated_peak_bytes=200 * 2**30)
+    monkeypatch.setattr(rehearsal, "rehearse", lambda plan, workspace: seen.append(plan) or walked)
     assert (
         main(["plan", "--search", "--exact", "--gpu", "H200", "--gpus", "2", "--json", "p.json", *argv("--bf16")]) == 0
     )

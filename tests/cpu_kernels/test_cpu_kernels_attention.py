@@ -6,8 +6,8 @@ import pytest
 import torch
 from support.model_variants import PLAIN
 
+from megatron_lite.config.cpu_kernel_rules import count_scores, explicit_is_faster
 from megatron_lite.cpu_kernels.attention import attend_causally, suit_attention
-from megatron_lite.cpu_kernels.rules import count_scores, explicit_is_faster
 from megatron_lite.model.attention import EXPLICIT, Attend, explicit_attention
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_lite.cpu_kernels import gelu, rules
+from megatron_lite.config import cpu_kernel_rules as rules
+from megatron_lite.cpu_kernels import gelu
 from megatron_lite.cpu_kernels.gelu import gelu_in_blocks
 from megatron_lite.parallel.layers import gelu_as_sigmoid
 

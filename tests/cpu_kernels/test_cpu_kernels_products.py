@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 
+from megatron_lite.config import cpu_kernel_rules as rules
 from megatron_lite.config.shape import ModelShape
-from megatron_lite.cpu_kernels import products, rules
+from megatron_lite.cpu_kernels import products
 from megatron_lite.cpu_kernels.install import choose_cpu_kernels, install_kernels
 from megatron_lite.cpu_kernels.loss import multiply_logits
 from megatron_lite.cpu_kernels.products import (

@@ -18,7 +18,7 @@ from megatron_lite.formats.hardware import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_SI
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.planner.walk.kernels import cuda_choice
-from megatron_lite.planner.walk.rehearse import rehearse
+from megatron_lite.rehearsal import rehearse
 from megatron_lite.train.step import BatchMaker, TrainingStep
 
 STEPS = 3

@@ -3,8 +3,7 @@
 import ast
 import sys
 
-from support.halves import HALVES
-from support.package_files import MODULES, find_module, imported, parse_files, place, reach_modules
+from support.package_files import FILES, MODULES, PACKAGE, find_module, imported, parse_files, place, reach_modules
 
 
 def reach(parts: set[str], without: str = "/nothing/") -> tuple[set[str], set[str]]:
@@ -30,10 +29,24 @@ def test_flags_are_read_without_all_that_runs():
     assert "formats" not in places and outside <= {"yaml"}
 
 
-def test_the_closed_form_reaches_nothing_that_trains():
-    places, outside = reach({"planner"}, without="/planner/walk/")
-    assert places & HALVES["trainer"] == {"model", "cpu_kernels"}
-    assert not outside & {"torch", "numpy"}
+def list_folders(places: set[str]) -> set[str]:
+    """Places that are folders: the others are small files beside them, which all halves share."""
+    return places & {place(path) for path in FILES if path.parent != PACKAGE}
+
+
+def test_the_closed_form_stands_on_formats_and_the_flags():
+    places, _ = reach({"planner"}, without="/planner/walk/")
+    assert list_folders(places) == {"formats", "config"}
+
+
+def test_the_walk_reaches_what_the_closed_form_and_a_training_step_reach():
+    """It builds and steps the real model, and leaves its snapshot to whoever reads snapshots."""
+    places, outside = reach({"walk"})
+    closed_form, _ = reach({"planner"}, without="/planner/walk/")
+    training, outside_of_training = reach({"train"})
+    assert {"train", "model", "optim", "parallel"} <= places
+    assert list_folders(places) <= list_folders(closed_form | training) | {"planner", "train"}
+    assert outside <= outside_of_training
 
 
 def list_functions(module: str) -> set[str]:

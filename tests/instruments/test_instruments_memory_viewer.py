@@ -136,7 +136,8 @@ def test_a_run_that_never_ran_is_drawn_too(site, tmp_path):
     """The 857m example on one GPU, two steps of it, two of the four micro-batches each."""
     from support.rehearsal_cases import EXAMPLE, GPU
 
-    from megatron_lite.planner.walk.rehearse import rehearse, write_snapshot
+    from megatron_lite.instruments.snapshot_format import write_snapshot
+    from megatron_lite.rehearsal import rehearse
 
     path = tmp_path / "predicted.pickle"
     write_snapshot(path, rehearse(plan_of(flags(EXAMPLE), GPU)).snapshot)

@@ -48,7 +48,7 @@ from megatron_lite.config.layout import Sharding, whole_part
 from megatron_lite.config.world import World
 from megatron_lite.model.gpt import GPT
 from megatron_lite.parallel.groups import make_groups
-from megatron_lite.planner.walk.rehearse import rehearse
+from megatron_lite.rehearsal import rehearse
 from megatron_lite.train.checkpoint import Checkpoints
 from megatron_lite.train.loop import Progress
 from megatron_lite.train.step import BatchMaker, TrainingStep

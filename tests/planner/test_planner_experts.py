@@ -1,15 +1,15 @@
 """Plans of mixtures of experts: memory and traffic by formula as the walk of the real step has them, and time."""
 
-from collections import Counter
 from dataclasses import replace
 
 import pytest
 from estimate_grid import EXPERT_GRID, MIXED, QUICK_EXPERTS, SENT, Case, find_device, plan_for
 from support.command_lines import plan
+from support.exchanges import count_exchanges
 
 from megatron_lite.config.model_size import count_parameter_parts
-from megatron_lite.config.plan import plan_stages
 from megatron_lite.config.world import World
+from megatron_lite.mesh_axes import EXPERT, EXPERT_DATA
 from megatron_lite.planner.expert_load import describe_expert_load
 from megatron_lite.planner.find_processors import find_processor
 from megatron_lite.planner.memory import predict_memory
@@ -17,15 +17,11 @@ from megatron_lite.planner.search import search
 from megatron_lite.planner.step_time import EXPERT_REDUCTION, LAYER_GROUPS, predict_time
 from megatron_lite.planner.traffic import (
     ALL_TO_ALL,
-    EXPERT,
-    EXPERT_DATA,
     Members,
     find_members,
     find_route,
-    list_exchanges,
 )
 from megatron_lite.planner.walk.even_routing import divide_evenly
-from megatron_lite.planner.walk.rehearse import rehearse
 
 WITHIN = 0.05  # what was found is 3.9%, and 1.1% but for three plans (python tests/estimate_grid.py experts)
 
@@ -77,13 +73,7 @@ def node(ranks: int) -> World:
 )  # fmt: skip
 def test_the_formula_is_what_the_real_step_exchanges(words, ranks):
     given = plan(f"{MODEL} --global-batch-size {2 * ranks} {words}", node(ranks))
-    given = replace(given, batch=replace(given.batch, final=2 * given.samples_per_pass))  # as many as are walked
-    for one in plan_stages(given):
-        expected, found = Counter(), Counter()
-        for exchange in list_exchanges(one):
-            expected.update(_count_bytes(exchange.group, exchange.kind, exchange.num_bytes, exchange.times))
-        for call in rehearse(one).collectives:
-            found.update(_count_bytes(*call))
+    for one, expected, found in count_exchanges(given, _count_bytes):
         # of all experts' ranks, and of those that hold the same: the walk's mesh does not tell the latter from others
         assert expected["expert", ALL_TO_ALL] or expected["expert", "all-gather"]
         assert found == pytest.approx(expected, rel=0.01), one.stage

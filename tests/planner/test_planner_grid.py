@@ -9,7 +9,7 @@ from megatron_lite.cpu_kernels import products
 from megatron_lite.formats import hardware
 from megatron_lite.formats.hardware import CUBLAS_WORKSPACE
 from megatron_lite.planner.memory import predict_memory
-from megatron_lite.planner.walk.rehearse import rehearse
+from megatron_lite.rehearsal import rehearse
 from megatron_lite.units import MIB
 
 WITHIN = 0.03  # what was found is 2.7%, and 1.9% but for one plan (python tests/estimate_grid.py)

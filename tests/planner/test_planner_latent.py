@@ -1,22 +1,20 @@
 """Plans of latent attention: memory and traffic by formula as the walk of the real step has them, and time."""
 
-from collections import Counter
-from dataclasses import replace
-
 import pytest
 from estimate_grid import LATENT_GRID, QUICK_LATENT, Case
 from support.command_lines import plan, plan_on_paper
+from support.exchanges import count_exchanges
 
 from megatron_lite.config.model_size import count_parameter_parts
-from megatron_lite.config.plan import plan_stages
 from megatron_lite.config.world import World
+from megatron_lite.mesh_axes import TENSOR
 from megatron_lite.planner.find_processors import find_processor
 from megatron_lite.planner.run_prediction import forecast
 from megatron_lite.planner.search import search
 from megatron_lite.planner.state_size import list_states
 from megatron_lite.planner.step_time import FUSED_ATTENTION, predict_time
-from megatron_lite.planner.traffic import REDUCE, TENSOR, list_exchanges
-from megatron_lite.planner.walk.rehearse import rehearse
+from megatron_lite.planner.traffic import REDUCE, list_exchanges
+from megatron_lite.rehearsal import rehearse
 
 WITHIN = 0.05  # what was found is 3.8%, and 2.1% but for three plans (python tests/estimate_grid.py latent,)
 ON_CPU = ("latent, fp32, wide values, 2 ranks", "latent, without norms, dropout", "latent, recompute")
@@ -60,13 +58,7 @@ def node(ranks: int) -> World:
 )  # fmt: skip
 def test_the_formula_is_what_the_real_step_exchanges(words, ranks):
     given = plan(f"{MODEL} --global-batch-size {2 * ranks} {words}", node(ranks))
-    given = replace(given, batch=replace(given.batch, final=2 * given.samples_per_pass))  # as many as are walked
-    for one in plan_stages(given):
-        expected, found = Counter(), Counter()
-        for exchange in list_exchanges(one):
-            expected.update(_count_bytes(exchange.group, exchange.kind, exchange.num_bytes, exchange.times))
-        for call in rehearse(one).collectives:
-            found.update(_count_bytes(*call))
+    for one, expected, found in count_exchanges(given, _count_bytes):
         if SP in words:
             # beside them the gradients of norms, which are small in a model of any use
             sums = TENSOR, REDUCE

@@ -5,24 +5,20 @@ from dataclasses import replace
 
 import pytest
 from support.command_lines import plan
+from support.exchanges import count_exchanges
 
-from megatron_lite.config.plan import plan_stages
 from megatron_lite.config.world import World
+from megatron_lite.mesh_axes import DATA, PIPELINE, TENSOR
 from megatron_lite.planner.find_processors import find_processor
 from megatron_lite.planner.traffic import (
-    DATA,
     GATHER,
-    PIPELINE,
     REDUCE,
     SCATTER,
     SEND,
-    TENSOR,
     Members,
     find_members,
     find_route,
-    list_exchanges,
 )
-from megatron_lite.planner.walk.rehearse import rehearse
 
 MODEL = (
     "--num-layers 4 --num-attention-heads 8 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 1 --bf16 "
@@ -56,21 +52,18 @@ def node(ranks: int, of: int | None = None) -> World:
 )  # fmt: skip
 def test_the_formula_is_what_the_real_step_exchanges(words, ranks):
     given = plan(f"{MODEL} --global-batch-size {2 * ranks} {words}", node(ranks))
-    given = replace(given, batch=replace(given.batch, final=2 * given.samples_per_pass))  # as many as are walked
-    for one in plan_stages(given):
-        expected, found = Counter(), Counter()
-        for exchange in list_exchanges(one):
-            # gradients and weights travel in pieces
-            of = 0 if exchange.group == DATA else exchange.num_bytes
-            expected[exchange.group, exchange.kind, of] += exchange.times * (1 if of else exchange.num_bytes)
-        for group, kind, num_bytes, times in rehearse(one).collectives:
-            of = 0 if group == DATA else num_bytes
-            if num_bytes > SMALL:
-                found[group, kind, of] += times * (1 if of else num_bytes)
+    for one, expected, found in count_exchanges(given, _count_times):
         if SP in words:  # gradients of what all tensor parallel ranks hold, one piece
             found = Counter({key: times for key, times in found.items() if (*key[:2], times) != (TENSOR, REDUCE, 1)})
         # ZeRO-3: the final norm counts as a part of each layer
         assert found == pytest.approx(expected, rel=0.001), one.stage
+
+
+def _count_times(group: str, kind: str, num_bytes: int, times: int) -> dict[tuple[str, str, int], int]:
+    """Times by group, kind and size; all bytes of gradients and weights, which travel in pieces; {} of few numbers."""
+    if num_bytes <= SMALL:
+        return {}
+    return {(group, kind, 0): num_bytes * times} if group == DATA else {(group, kind, num_bytes): times}
 
 
 def test_which_ranks_are_near():

@@ -14,7 +14,8 @@ from megatron_lite.config.world import World
 from megatron_lite.instruments.memory_summary import peak
 from megatron_lite.instruments.snapshot_format import write_snapshot
 from megatron_lite.planner.walk.kernels import cpu_choice
-from megatron_lite.planner.walk.rehearse import Rehearsal, rehearse, summarize_walk
+from megatron_lite.planner.walk.walk_steps import Walked
+from megatron_lite.rehearsal import Rehearsal, rehearse, summarize_walk
 from megatron_lite.units import size
 
 LLAMA = (
@@ -29,7 +30,7 @@ def holds_as_much(words: str, world: World = ALONE) -> Rehearsal:
     """Rehearsed and real: the same peak at the same place, and the same bytes of everything at that moment."""
     plan = planned(words, world)
     with alone():
-        expected = summarize_walk(recorded_steps(plan))
+        expected = summarize_walk(Walked(recorded_steps(plan)))
     found = rehearse(plan)
     assert peak(found.snapshot).size == peak(expected.snapshot).size
     assert (found.where, found.phase, found.categories) == (expected.where, expected.phase, expected.categories)

@@ -11,7 +11,8 @@ from megatron_lite.errors import UserError
 from megatron_lite.formats.hardware import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_SINCE_HOPPER
 from megatron_lite.instruments.memory_summary import peak
 from megatron_lite.phases import Phase
-from megatron_lite.planner.walk.rehearse import Rehearsal, rehearse, walk
+from megatron_lite.planner.walk.walk_steps import walk
+from megatron_lite.rehearsal import Rehearsal, rehearse
 
 LAYERS, HIDDEN, TOKENS, POSITIONS = 2, 64, 64, 32
 BACKWARD = "step 1/backward"

@@ -15,7 +15,8 @@ from megatron_lite.formats.hardware import CUBLAS_WORKSPACE
 from megatron_lite.instruments.memory_summary import peak
 from megatron_lite.parallel.backend import Backend
 from megatron_lite.planner.walk.fake_backend import FakeBackend, fake_other_ranks
-from megatron_lite.planner.walk.rehearse import prepare, summarize_walk, walk
+from megatron_lite.planner.walk.walk_steps import Walked, prepare, walk
+from megatron_lite.rehearsal import summarize_walk
 from megatron_lite.units import GIB
 
 needs_real = pytest.mark.skipif(not SNAPSHOTS.is_dir(), reason="no ../shared/snapshots beside the repository")
@@ -28,7 +29,7 @@ ONE, FOUR = World(gpus=1), World(size=4, local_size=4, gpus=4)
 def test_a_real_gpu_held_as_much_to_the_byte(positions, bf16):
     """Somebody's GPU, model and training step; fp32 without, and bf16 with autocast."""
     path = SNAPSHOTS / f"cuda_gpt_24x1024_seq{positions}_{'bf16' if bf16 else 'fp32'}.pickle"
-    found = summarize_walk(walk(lambda: prepare_medium(positions, bf16), 2, "cuda"))
+    found = summarize_walk(Walked(walk(lambda: prepare_medium(positions, bf16), 2, "cuda")))
     real = analyze(path)
     known = {128: 7_013_335_044, 1024: 24_207_167_496}[positions]
     assert peak(found.snapshot).size == peak(read_snapshot(path)).size == known
@@ -42,7 +43,7 @@ def test_a_real_gpu_held_as_much_to_the_byte(positions, bf16):
 def example(words: str = "", world: World = FOUR, backend: Backend | None = None):
     plan = plan_of(flags(EXAMPLE, words), world)
     with fake_other_ranks(plan) as groups:
-        return summarize_walk(walk(lambda: prepare(plan, groups, backend or FakeBackend()), 2, plan.device))
+        return summarize_walk(Walked(walk(lambda: prepare(plan, groups, backend or FakeBackend()), 2, plan.device)))
 
 
 class InPlaceLoss(torch.autograd.Function):

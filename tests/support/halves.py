@@ -20,6 +20,7 @@ HALVES = {
     "instruments": {"instruments", "watch"},
     "planner": {"planner"},
     "walk": {"walk"},  # of a plan: it takes a real step of the trainer
+    "rehearsal": {"rehearsal"},  # has the explainer read the snapshot of a walk
     "explainer": {"analysis"},
     "renderers": {"report"},
     "entry": {"__main__", "run_planner"},  # hands the planner to the trainer, and words to commands
@@ -34,13 +35,14 @@ REACHES = {
     "shared": set(),
     "trainer": {"shared", "instruments"},
     "instruments": {"shared", "trainer"},
-    "planner": {"shared", "trainer"},
-    "walk": {"shared", "trainer", "instruments", "planner", "explainer"},
+    "planner": {"shared"},
+    "walk": {"shared", "trainer", "instruments", "planner"},
+    "rehearsal": {"shared", "trainer", "instruments", "planner", "walk", "explainer"},
     "explainer": {"shared"},
-    "renderers": {"shared", "trainer", "planner", "explainer"},
+    "renderers": {"shared", "planner", "explainer"},
     "entry": {"shared", "trainer", "instruments", "planner", "commands"},
     "commands": {"shared", "trainer", "planner", "explainer", "renderers"},
 }
 # Where torch may be imported. What another half reaches of the trainer are files without torch; commands import it late.
-WITH_TORCH = {"trainer", "instruments", "walk", "entry"}
+WITH_TORCH = {"trainer", "instruments", "walk", "rehearsal", "entry"}
 WITHOUT_TORCH = PLACES.difference(*(HALVES[half] for half in WITH_TORCH))

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_lite.instruments.memory_tags import StepMarks
 from megatron_lite.instruments.memory_tracker import StorageTracker
-from megatron_lite.mesh_axes import EXPERT_REPLICAS, EXPERTS, find_dimension
+from megatron_lite.mesh_axes import DATA, EXPERT, EXPERT_DATA, EXPERT_REPLICAS, EXPERTS, find_dimension
 
 # of the operations below torch.distributed's functions; what a rank receives of point-to-point operations another sends
 KINDS = {
@@ -28,7 +28,7 @@ KINDS = {
     "send": "send",
 }
 # groups of parallel/expert_parallel.py, by their names
-OF_EXPERTS = {EXPERTS: "expert", EXPERT_REPLICAS: "expert data"}
+OF_EXPERTS = {EXPERTS: EXPERT, EXPERT_REPLICAS: EXPERT_DATA}
 
 RESOLVE = "_resolve_process_group"  # a function that versions of torch type differently
 
@@ -39,7 +39,7 @@ class CollectiveCounter(TorchDispatchMode):
     The whole tensor is what an all-gather gives and a reduce-scatter takes.
     """
 
-    def __init__(self, of_all_ranks: str = "data"):
+    def __init__(self, of_all_ranks: str = DATA):
         """
         Args:
             of_all_ranks: The dimension that a group of all ranks is counted for.

@@ -1,32 +1,19 @@
-"""Runs a plan's training steps without data and without a GPU, to tell exactly which memory they take, and when.
+"""Walks training steps without data and without a GPU, on fake tensors, of whose memory a snapshot tells."""
 
-python -m megatron_lite.planner.walk.rehearse < REQUEST is for programs that do not import torch. REQUEST is JSON: flags
-of the trainer, world (fields of World), vocab_size, snapshot (a path to write), workspace (bytes of one of cuBLAS').
-Prints the figures as JSON, without the snapshot. Exit code 2 and one line for each mistake of the user.
-"""
-
-import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_lite.analysis.memory.read import analyze_snapshot
-from megatron_lite.caching_allocator import rounded
-from megatron_lite.config.command_line import read_command_line
-from megatron_lite.config.plan import BatchSchedule, Plan, resolve
-from megatron_lite.config.world import World
-from megatron_lite.errors import UserError
+from megatron_lite.config.plan import BatchSchedule, Plan
 from megatron_lite.formats.hardware import CUBLAS_THREADS, CUBLAS_WORKSPACE, cublaslt_workspace_bytes
-from megatron_lite.formats.memory_snapshot import MemorySnapshot, TraceEvent
+from megatron_lite.formats.memory_snapshot import MemorySnapshot
 from megatron_lite.instruments.base import Instruments
-from megatron_lite.instruments.memory_summary import describe_place, operation, site
 from megatron_lite.instruments.memory_tags import ModuleHooks, StepMarks
-from megatron_lite.instruments.snapshot_format import write_snapshot
+from megatron_lite.mesh_axes import DATA, TENSOR
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.backend import Backend
 from megatron_lite.parallel.groups import Groups
@@ -43,29 +30,17 @@ END_OF_DOCUMENT = 0  # any id: nothing is read
 Step = Callable[[BeginPhase], object]  # does one training step, whose parts it marks
 
 
-def make_empty_snapshot() -> MemorySnapshot:
-    """Make the snapshot of a process that holds nothing."""
-    return {"segments": [], "device_traces": [[]], "allocator_settings": {}, "external_annotations": []}
-
-
 @dataclass(frozen=True)
-class Rehearsal:
-    """Memory of one rank's first steps. Bytes are in steps of 512, as CUDA's allocator hands them out."""
+class Walked:
+    """What the walk of one rank's first steps leaves behind."""
 
-    allocated_peak_bytes: int
-    reserved_peak_bytes: int
-    expandable_reserved_bytes: int  # with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
-    phase: str  # of the peak, a Phase's value, or recompute
-    where: str  # "forward of step 1 in decoder.layers.3.mlp: aten.gelu.default from gelu_tanh (model/gpt.py:10)"
-    # bytes at the peak, by formats.memory_categories.CATEGORIES, largest first; they add up to the peak
-    categories: dict[str, int]
-    notes: tuple[str, ...]  # what is not in it, in words
+    snapshot: MemorySnapshot
+    notes: tuple[str, ...] = ()  # what is not in it, in words
     # (dimension of the group, kind, bytes of the whole tensor, times) in the last step, of the micro-batches walked
     collectives: tuple[tuple[str, str, int, int], ...] = ()
-    snapshot: MemorySnapshot = field(default_factory=make_empty_snapshot, repr=False)
 
 
-def rehearse(plan: Plan, steps: int = 2, workspace: int = CUBLAS_WORKSPACE) -> Rehearsal:
+def walk_plan(plan: Plan, steps: int, workspace: int) -> Walked:
     """Walk the real model, loss, backward and optimizer under fake tensors, as on one GPU of the plan (or on its CPU).
 
     No more micro-batches than differ from each other are walked.
@@ -88,7 +63,7 @@ def rehearse(plan: Plan, steps: int = 2, workspace: int = CUBLAS_WORKSPACE) -> R
     if plan.compilation.layers:
         notes.append("--torch-compile layers is not rehearsed: compiled layers hold less")
     all_ranks_split_layers = plan.layout.tensor == plan.world.size
-    collectives = CollectiveCounter("tensor" if all_ranks_split_layers else "data")
+    collectives = CollectiveCounter(TENSOR if all_ranks_split_layers else DATA)
     with fake_other_ranks(plan) as groups:
         snapshot = walk(
             lambda: prepare(plan, groups, FakeBackend()),
@@ -99,7 +74,7 @@ def rehearse(plan: Plan, steps: int = 2, workspace: int = CUBLAS_WORKSPACE) -> R
             cublaslt_workspace_bytes(plan.rank_shape.adds_biases),
         )
     counted = sorted((*one, times) for one, times in collectives.calls.items())
-    return replace(summarize_walk(snapshot, tuple(notes)), collectives=tuple(counted))
+    return Walked(snapshot, tuple(notes), tuple(counted))
 
 
 def walk(
@@ -188,63 +163,3 @@ def _count_different_micro_batches(plan: Plan) -> int:
         return 3 * stages
     of_one_stage = 2 if plan.world.size == 1 else 3
     return of_one_stage + stages - 1
-
-
-def summarize_walk(snapshot: MemorySnapshot, notes: tuple[str, ...] = ()) -> Rehearsal:
-    """Compute the figures of a snapshot.
-
-    Args:
-        snapshot: That `walk` returned.
-        notes: What is not in it, in words.
-    """
-    read = analyze_snapshot(snapshot, Path("rehearsal"))
-    replayed_bytes = read.fragmentation.replay_reserved_bytes
-    assert replayed_bytes is not None  # the record is whole
-    highest = _find_highest(snapshot["device_traces"][0])
-    place = describe_place(highest["user_metadata"])
-    frames = highest["frames"]
-    return Rehearsal(
-        allocated_peak_bytes=read.peak_bytes,
-        reserved_peak_bytes=read.fragmentation.reserved_bytes,
-        expandable_reserved_bytes=replayed_bytes,
-        phase=read.peak_phase,
-        where=f"{place}: {operation(frames)}{site(frames)}",
-        categories={held.category: held.num_bytes for held in read.held},
-        notes=notes,
-        snapshot=snapshot,
-    )
-
-
-def _find_highest(events: list[TraceEvent]) -> TraceEvent:
-    """Find the allocation that first reaches the peak. Rehearsals begin with nothing."""
-    held_bytes = 0
-    most_bytes = 0
-    highest = events[0]
-    for event in events:
-        if event["action"] == "alloc":
-            held_bytes += rounded(event["size"])
-            if held_bytes > most_bytes:
-                most_bytes = held_bytes
-                highest = event
-        elif event["action"] == "free_completed":
-            held_bytes -= rounded(event["size"])
-    return highest
-
-
-def main() -> int:
-    """Rehearse what standard input asks for. Returns the exit code."""
-    request = json.load(sys.stdin)
-    plan = resolve(read_command_line(request["flags"]).args, World(**request["world"]), request["vocab_size"])
-    try:
-        found = rehearse(plan, workspace=request["workspace"])
-    except UserError as error:
-        print("\n".join(error.lines), file=sys.stderr)
-        return error.exit_code
-    write_snapshot(Path(request["snapshot"]), found.snapshot)
-    names = [field.name for field in fields(found) if field.name != "snapshot"]
-    print(json.dumps({name: getattr(found, name) for name in names}))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Rules by which a CPU gets faster ways to the same numbers: from the model's shape and the processor alone.
 
-Without torch, as the estimators ask, too. The processor decides, not a race: a resumed run computes the same bits.
+Without torch: the planner asks, too. The processor decides, not a race: a resumed run computes the same bits.
 """
 
 from megatron_lite.config.shape import ModelShape

@@ -1,4 +1,4 @@
-"""How many rows of logits the loss holds in fp32 at a time. Without torch, as the estimators ask, too."""
+"""How many rows of logits the loss holds in fp32 at a time. Without torch: the planner asks, too."""
 
 MAX_LOGITS = 2**24  # enough to fill a GPU
 
