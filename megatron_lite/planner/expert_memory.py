@@ -15,6 +15,7 @@ from megatron_lite.planner.micro_batch import MicroBatch
 from megatron_lite.planner.state_size import FP32, INT64
 
 # rows of a ledger
+LINEAR_INPUTS = "inputs of linear layers"
 ROUTES = "routes of tokens"
 EXPERT_INPUTS = "inputs of experts"
 EXPERT_MLP = "experts' activation function"
@@ -26,32 +27,45 @@ KEPT_BY_ACTIVATION = {"swiglu": 3, "squared_relu": 1}
 
 
 def keep_experts(batch: MicroBatch) -> Counter[str]:
-    """What a layer of experts keeps in the place of an MLP, its input among it."""
-    e, load = _get_experts(batch)
-    shape = batch.shape
-    each = batch.element_bytes
-    held = Counter[str]()
-    width = ROUTER_BYTES[e.router_dtype]
-    converts = width not in (0, each)
-    # a router that converts its input keeps what it converted, and nobody else the input but an expert that all pass
-    held["inputs of linear layers"] = 0
-    if not converts or e.shared_ffn_hidden_size:
-        held["inputs of linear layers"] = batch.input_bytes
-    held[ROUTES] = _measure_routes(batch, e, load)
-    if converts:
-        held[ROUTES] += width * shape.hidden_size // batch.shares
+    """List what a layer of experts keeps in the place of an MLP, its input among it."""
+    e, _ = _get_experts(batch)
+    inner_bytes = _measure_rows(batch, _count_inner_width(batch, e))
+    held = _keep_routes(batch)
     held[EXPERT_INPUTS] = _keep_inputs(batch, e)
-    held[EXPERT_MLP] = _measure_rows(batch, _count_inner_width(batch, e))
-    held[EXPERT_MLP] -= _count_saved_rows(batch, e.ffn_hidden_size)
-    if e.shared_ffn_hidden_size:
-        kept = KEPT_BY_ACTIVATION.get(shape.activation, 1) + 1
-        held[SHARED_MLP] = each * kept * e.shared_ffn_hidden_size
-        if e.shared_gate:
-            held[SHARED_MLP] += batch.input_bytes
-        held[SHARED_MLP] -= batch.count_fp8_savings(e.shared_ffn_hidden_size)
-        # beside the router's
-        held["inputs of linear layers"] += batch.count_fp8_copy(shape.hidden_size) // batch.shares
+    held[EXPERT_MLP] = inner_bytes - _count_saved_rows(batch, e.ffn_hidden_size)
+    held.update(_keep_shared_expert(batch))
     return held
+
+
+def _keep_routes(batch: MicroBatch) -> Counter[str]:
+    """List what a router keeps: its input, and which experts take which tokens."""
+    e, load = _get_experts(batch)
+    width = ROUTER_BYTES[e.router_dtype]
+    converts = width not in (0, batch.element_bytes)
+    routes = _measure_routes(batch, e, load)
+    inputs = batch.input_bytes
+    if converts:
+        routes += width * batch.shape.hidden_size // batch.shares
+        if not e.shared_ffn_hidden_size:
+            # the router keeps what it converted, and nobody else its input but an expert that all tokens pass
+            inputs = 0
+    return Counter({LINEAR_INPUTS: inputs, ROUTES: routes})
+
+
+def _keep_shared_expert(batch: MicroBatch) -> Counter[str]:
+    """List what the expert that all tokens pass keeps beside its input; nothing where there is no such expert."""
+    e, _ = _get_experts(batch)
+    width = e.shared_ffn_hidden_size
+    if not width:
+        return Counter()
+    kept = KEPT_BY_ACTIVATION.get(batch.shape.activation, 1) + 1
+    num_bytes = batch.element_bytes * kept * width
+    num_bytes -= batch.count_fp8_savings(width)
+    if e.shared_gate:
+        num_bytes += batch.input_bytes
+    # in fp8, beside the router's input
+    input_copy = batch.count_fp8_copy(batch.shape.hidden_size) // batch.shares
+    return Counter({SHARED_MLP: num_bytes, LINEAR_INPUTS: input_copy})
 
 
 def _get_experts(batch: MicroBatch) -> tuple[ExpertShape, ExpertLoad]:

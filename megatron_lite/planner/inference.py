@@ -58,7 +58,14 @@ def predict_inference(
     weights = []
     for name, bits in WEIGHT_BITS.items():
         formula = f"{bits / 8:g} bytes x {count(number)} parameters"
-        weights.append(LedgerRow("parameters", f"weights in {name}", count_weight_bytes(number, bits), formula))
+        weights.append(
+            LedgerRow(
+                category="parameters",
+                name=f"weights in {name}",
+                num_bytes=count_weight_bytes(number, bits),
+                formula=formula,
+            )
+        )
     formula = (
         f"2 x {shape.num_layers} layers x {shape.num_query_groups} heads x {shape.kv_channels} x "
         f"{count(tokens)} tokens x {count(batch)} sequences x {cache_bytes} bytes"
@@ -74,14 +81,26 @@ def predict_inference(
         read = count_weight_bytes(number - (words + positions) * shape.hidden_size, bits)
         rate = f"({read / 1e9:.2f} GB of weights + {cache_size / 1e9:.2f} GB of cache) at {gb_s:,.0f} GB/s"
         ms = (read + cache_size) / gb_s / 1e6
-        token_rows.append(TimeRow("next token of each sequence", ms, "memory", rate))
+        token_rows.append(
+            TimeRow(
+                name="next token of each sequence",
+                ms=ms,
+                bound="memory",
+                formula=rate,
+            )
+        )
     one = count_kv_cache_bytes(shape, 1, tokens, cache_bytes)
     return InferencePrediction(
         parameters=number,
         tokens=tokens,
         batch=batch,
         weights=tuple(weights),
-        cache=LedgerRow("other", "cache of keys and values", cache_size, formula),
+        cache=LedgerRow(
+            category="other",
+            name="cache of keys and values",
+            num_bytes=cache_size,
+            formula=formula,
+        ),
         batches_beyond_weights=tuple(row.num_bytes // one + 1 for row in weights),
         token_rows=tuple(token_rows),
     )

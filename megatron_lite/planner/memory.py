@@ -29,6 +29,7 @@ from megatron_lite.planner.attention_kernel import CAUSAL, FLASH_HEAD_STEP, FUSE
 from megatron_lite.planner.expert_load import compute_expert_share, plan_expert_load
 from megatron_lite.planner.expert_memory import (
     EXCHANGED,
+    LINEAR_INPUTS,
     count_expert_weights,
     keep_experts,
     list_expert_peaks,
@@ -52,7 +53,6 @@ from megatron_lite.units import count
 
 # rows of a ledger; gradients are workspace, the others activations
 NORMS = "inputs and statistics of norms"
-LINEAR_INPUTS = "inputs of linear layers"
 QKV = "queries, keys and values"
 ATTENTION = "results and statistics of attention"
 SCORES = "attention scores"
@@ -217,13 +217,18 @@ def _keep_queries_and_keys(batch: MicroBatch, copies: _Copies) -> Held:
 def _keep_latent_vectors(batch: MicroBatch, latent: LatentShape) -> Held:
     """What norms keep of the vectors from which queries, keys and values of all heads are made, and these vectors."""
     held = Held()
+    has_norms = batch.shape.qk_layernorm
     for width in filter(None, (latent.q_lora_rank, latent.kv_lora_rank)):
-        held[LINEAR_INPUTS] += batch.element_bytes * width - batch.count_fp8_savings(width)
-        held[NORMS] += batch.norm_bytes(width) if batch.shape.qk_layernorm else 0
-    if not (batch.shape.qk_layernorm and batch.copies_of_norms[0]):
+        held[LINEAR_INPUTS] += batch.element_bytes * width
+        held[LINEAR_INPUTS] -= batch.count_fp8_savings(width)
+        if has_norms:
+            held[NORMS] += batch.norm_bytes(width)
+    norms_copy, _ = batch.copies_of_norms
+    if not (has_norms and norms_copy):
         # beside the vector in one tensor
         held[QKV] += batch.element_bytes * latent.qk_pos_emb_head_dim
-    return Held({name: number // batch.shares for name, number in held.items()})
+    # ranks that share out the tokens have a part of each
+    return Held({name: num_bytes // batch.shares for name, num_bytes in held.items()})
 
 
 def _keep_values(batch: MicroBatch, copies: _Copies, latent: LatentShape) -> Held:
@@ -336,8 +341,13 @@ def _scale(held: Held, share: float) -> Held:
 
 def _keep_layers(batch: MicroBatch, number: int, recomputed: int) -> list[tuple[Held, int]]:
     """(what a layer holds, of how many layers): of `number` layers `recomputed` keep their input only."""
-    kinds = [(_keep_layer(batch), number - recomputed), (Held({RECOMPUTED: batch.input_bytes}), recomputed)]
-    return [(held, layers) for held, layers in kinds if layers]
+    kinds = []
+    if number > recomputed:
+        kinds.append((_keep_layer(batch), number - recomputed))
+    if recomputed:
+        input_alone = Held({RECOMPUTED: batch.input_bytes})
+        kinds.append((input_alone, recomputed))
+    return kinds
 
 
 def _keep_ends(batch: MicroBatch, starts: bool, ends: bool) -> Held:
@@ -356,13 +366,15 @@ def _keep_for_weights(batch: MicroBatch, stage: Stage) -> Held:
     if not stage.splits_backward:
         return Held()
     shape = batch.shape
-    inner = shape.attention_width + shape.ffn_hidden_size + shape.qkv_width + shape.fc1_width
+    projected = shape.qkv_width
     if shape.latent is not None:
         *before, _ = list_attention_matrices(shape)
-        inner += sum(rows for rows, _ in before) - shape.qkv_width
-        # latent vectors
-        inner += sum(columns for _, columns in before if columns != shape.hidden_size)
-    return Held({DELAYED: 4 * batch.whole_input_bytes + batch.element_bytes * inner})
+        latent_vectors = sum(columns for _, columns in before if columns != shape.hidden_size)
+        projected = sum(rows for rows, _ in before) + latent_vectors
+    inner = shape.attention_width + shape.ffn_hidden_size + projected + shape.fc1_width
+    num_bytes = 4 * batch.whole_input_bytes
+    num_bytes += batch.element_bytes * inner
+    return Held({DELAYED: num_bytes})
 
 
 def _list_waiting(
@@ -373,6 +385,8 @@ def _list_waiting(
     The latest sent and the next asked for are among it, and between chunks another.
 
     Args:
+        batch: Of the rank.
+        stage: Of the rank.
         others: Micro-batches that wait for the backward of each chunk.
         micro_batches: Of a step.
         count_recomputed: How many layers of a chunk of so many keep their input only.
@@ -382,15 +396,20 @@ def _list_waiting(
     for number, (waiting, chunk) in enumerate(zip(others, stage.chunks)):
         if not waiting:
             continue
-        yield from _list_kept(batch, len(chunk), count_recomputed(len(chunk)), waiting)
+        layers = len(chunk)
+        yield from _list_kept(batch, layers, count_recomputed(layers), waiting)
         # where chunks are equal, all stand for the first as well
         embeds = stage.is_first if stage.has_equal_chunks else stage.starts(number)
         if embeds:
             yield from _list_rows(batch, Held({MASKS: batch.mask_bytes}), 1, waiting)
     _, delayed = stage.count_held(micro_batches)
-    yield from _list_rows(batch, _keep_for_weights(batch, stage), delayed * len(stage.chunks[-1]))
-    # the next one asked for, the one between chunks, and those on their way
-    sent = (1 if len(stage.chunks) == 1 else 2) + stage.sends_ahead
+    delayed_layers = delayed * len(stage.chunks[-1])
+    yield from _list_rows(batch, _keep_for_weights(batch, stage), delayed_layers)
+    # the next one asked for, and those on their way
+    sent = 1 + stage.sends_ahead
+    if len(stage.chunks) > 1:
+        # the one between chunks
+        sent += 1
     yield from _list_rows(batch, Held({SENT: sent * batch.input_bytes}))
 
 
@@ -405,7 +424,12 @@ def _list_rows(batch: MicroBatch, held: Held, layers: int = 1, micro_batches: in
             continue
         category = "workspace" if name == GRADIENTS else "activations"
         formula = f"{tokens} x {count(each)} bytes"
-        yield LedgerRow(category, name, number * each, formula)
+        yield LedgerRow(
+            category=category,
+            name=name,
+            num_bytes=number * each,
+            formula=formula,
+        )
 
 
 @lru_cache(maxsize=16 * CACHED_BATCHES)
@@ -420,7 +444,10 @@ def _list_kept(batch: MicroBatch, number: int, recomputed: int, micro_batches: i
 @lru_cache(maxsize=CACHED_BATCHES)
 def _list_layer_backward(batch: MicroBatch) -> tuple[tuple[str, Held, int], ...]:
     """(operation, what the layer holds there, its sum): the points of its backward at which that can be most."""
-    return tuple((operation, held, held.total()) for operation, held in _find_backward_peaks(batch))
+    found = []
+    for operation, held in _find_backward_peaks(batch):
+        found.append((operation, held, held.total()))
+    return tuple(found)
 
 
 @lru_cache(maxsize=CACHED_BATCHES)
@@ -435,13 +462,11 @@ def _list_expert_backward(batch: MicroBatch) -> tuple[tuple[str, Held, int, int]
     if not batch.expert_share:
         return ()
     layer = replace(batch, expert_share=1.0)
-    shape = batch.shape
-    stream = _count_stream(batch)
-    dropped = stream if shape.hidden_dropout else 0
-    gradients = batch.element_bytes * (stream + dropped)
-    kept = _keep_layer(layer)
-    peaks = list_expert_peaks(layer, gradients, kept)
-    return tuple((operation, held, held.total(), new) for operation, held, new in peaks)
+    gradients = batch.element_bytes * (_count_stream(batch) + _count_dropped(batch))
+    found = []
+    for operation, held, new in list_expert_peaks(layer, gradients, _keep_layer(layer)):
+        found.append((operation, held, held.total(), new))
+    return tuple(found)
 
 
 @lru_cache(maxsize=CACHED_BATCHES)
@@ -465,6 +490,11 @@ def _count_stream(batch: MicroBatch) -> int:
     return batch.shape.hidden_size // batch.shares
 
 
+def _count_dropped(batch: MicroBatch) -> int:
+    """Elements, for each token, of the gradient of hidden states before a dropout; 0 where none drops them."""
+    return _count_stream(batch) if batch.shape.hidden_dropout else 0
+
+
 def _count_gathered(batch: MicroBatch) -> int:
     """Elements, for each token, of a gradient that is gathered where ranks share out the tokens."""
     return batch.shape.hidden_size if batch.shares > 1 else 0
@@ -478,30 +508,36 @@ def _find_mlp_peaks(batch: MicroBatch) -> Iterator[tuple[str, Held]]:
     inner = shape.ffn_hidden_size
     kept = _keep_layer(replace(batch, expert_share=0.0))
     stream = _count_stream(batch)
-    dropped = stream if shape.hidden_dropout else 0
-    width = stream + dropped + _count_gathered(batch) + inner
+    width = stream + _count_dropped(batch) + _count_gathered(batch) + inner
     in_fp32, _ = batch.describe_wide(hidden, inner)
-    gradients = each * width + in_fp32 // batch.tokens + batch.count_fp8_gradients(hidden)
+    gradients = each * width
+    gradients += in_fp32 // batch.tokens
+    gradients += batch.count_fp8_gradients(hidden)
     yield "linear_fc2", kept + Held({GRADIENTS: gradients})
     # forward's result is one of them
     inner_tensors = {"swiglu": 2, "squared_relu": 3}
     if shape.activation in inner_tensors:
         width = stream + inner_tensors[shape.activation] * inner
-        yield shape.activation, kept + Held({GRADIENTS: each * width})
+        gradients = each * width
+        yield shape.activation, kept + Held({GRADIENTS: gradients})
 
 
 def _hold_at_projection(batch: MicroBatch) -> Held:
     """What lives at the backward of queries', keys' and values' projection."""
     shape = batch.shape
-    gathered = _count_gathered(batch)
     heads_width = shape.qkv_width
     kept = Held({NORMS: batch.hidden_norm_bytes, LINEAR_INPUTS: batch.saved_input_bytes})
     if shape.latent is not None:
         kept += _keep_latent_vectors(batch, shape.latent)
         of_head = shape.latent.query_width + shape.latent.qk_head_dim + shape.latent.v_head_dim
         heads_width = shape.num_attention_heads * of_head
-    width = shape.hidden_size + _count_stream(batch) + gathered + gathered // batch.shares + heads_width
-    return kept + Held({GRADIENTS: batch.element_bytes * width + batch.count_fp8_gradients(heads_width)})
+    # the whole gradient of the input, and this rank's share of it
+    gathered = _count_gathered(batch)
+    gathered += gathered // batch.shares
+    width = shape.hidden_size + _count_stream(batch) + gathered + heads_width
+    gradients = batch.element_bytes * width
+    gradients += batch.count_fp8_gradients(heads_width)
+    return kept + Held({GRADIENTS: gradients})
 
 
 def _find_attention_peaks(batch: MicroBatch) -> Iterator[Held]:
@@ -532,6 +568,7 @@ def _find_written_scores_peaks(batch: MicroBatch, probabilities: int, scores: li
     """Scores that were written down, at the weighted sum's backward and at the softmax's.
 
     Args:
+        batch: Of the rank.
         probabilities: Bytes for each token.
         scores: Bytes for each token of what forward kept, the softmax's first.
     """
@@ -539,14 +576,21 @@ def _find_written_scores_peaks(batch: MicroBatch, probabilities: int, scores: li
     vectors = batch.element_bytes * (_count_stream(batch) + 2 * wide)
     if batch.attends_in_fp32:
         # copies of queries, keys and values, and gradients of queries or of values before they are rounded
-        vectors += FP32 * (2 * wide + 2 * _count_key_width(batch))
+        keys = _count_key_width(batch)
+        vectors += FP32 * (2 * wide + 2 * keys)
     # a chunk of a sequence is computed by itself; scores of the others are kept meanwhile, unless they are recomputed
     share = batch.largest_chunk_share
     others = 0.0 if batch.recomputes_attention else 1 - share
-    scores_now = int(sum(scores) * (share + others))
-    softmax_now = int(scores[0] * share + sum(scores) * others)
-    yield Held({SCORES: scores_now, GRADIENTS: vectors + int(probabilities * share)})
-    yield Held({SCORES: softmax_now, GRADIENTS: vectors + int(2 * scores[0] * share)})
+    all_scores = sum(scores)
+    softmax = scores[0]
+
+    scores_now = int(all_scores * (share + others))
+    gradients = vectors + int(probabilities * share)
+    yield Held({SCORES: scores_now, GRADIENTS: gradients})
+
+    softmax_now = int(softmax * share + all_scores * others)
+    gradients = vectors + int(2 * softmax * share)
+    yield Held({SCORES: softmax_now, GRADIENTS: gradients})
 
 
 def _measure_fp32_attention(batch: MicroBatch) -> int:
@@ -557,8 +601,9 @@ def _measure_fp32_attention(batch: MicroBatch) -> int:
     """
     chunks = 1 if batch.context == 1 else len(batch.chunks)
     of_queries = 4 * batch.shape.kernel_width // chunks
-    of_keys = 4 * batch.shape.num_query_groups * batch.shape.kv_channels * batch.context
-    masks = int(batch.largest_chunk_share * batch.masked_chunk_scores) // batch.tokens
+    of_keys = 4 * _count_key_width(batch) * batch.context
+    masked_scores = int(batch.largest_chunk_share * batch.masked_chunk_scores)
+    masks = masked_scores // batch.tokens
     return FP32 * (of_queries + of_keys + masks)
 
 
@@ -576,8 +621,18 @@ def _list_gelu_pieces(batch: MicroBatch) -> list[LedgerRow]:
     formula = f"{buffers} buffers x {FP32} bytes x {count(piece)} elements at a time"
     input_formula = f"{count(inputs)} x {batch.element_bytes} bytes"
     return [
-        LedgerRow("workspace", "GELU's input", batch.element_bytes * inputs, input_formula),
-        LedgerRow("workspace", "pieces of GELU in fp32", buffers * FP32 * piece, formula),
+        LedgerRow(
+            category="workspace",
+            name="GELU's input",
+            num_bytes=batch.element_bytes * inputs,
+            formula=input_formula,
+        ),
+        LedgerRow(
+            category="workspace",
+            name="pieces of GELU in fp32",
+            num_bytes=buffers * FP32 * piece,
+            formula=formula,
+        ),
     ]
 
 
@@ -589,20 +644,35 @@ def _list_loss(batch: MicroBatch) -> list[LedgerRow]:
     words = batch.shape.padded_vocab_size
     each = batch.element_bytes
     formula = f"{each} bytes x {count(batch.tokens)} tokens x {count(words)} entries"
-    logits = LedgerRow(LOGITS, "logits, later their gradients", each * batch.tokens * words, formula)
+    logits = LedgerRow(
+        category=LOGITS,
+        name="logits, later their gradients",
+        num_bytes=each * batch.tokens * words,
+        formula=formula,
+    )
     if batch.precision == "fp32" and not batch.split:
         return [logits]
     max_logits = count_loss_logits(batch.threads) if batch.on_cpu else MAX_LOGITS
     number = min(batch.tokens, count_rows(words, max_logits))
     formula = f"{FP32} bytes x {count(number)} tokens at a time x {count(words)} entries"
-    rows = LedgerRow(LOGITS, "rows of logits in fp32", FP32 * number * words, formula)
+    rows = LedgerRow(
+        category=LOGITS,
+        name="rows of logits in fp32",
+        num_bytes=FP32 * number * words,
+        formula=formula,
+    )
     return [logits, max(rows, _describe_wide_logits(batch), key=lambda row: row.num_bytes)]
 
 
 def _describe_wide_logits(batch: MicroBatch) -> LedgerRow:
     """What the output layer's products hold in fp32, where the processor multiplies only that; 0 bytes elsewhere."""
     num_bytes, formula = batch.describe_wide(batch.shape.padded_vocab_size, batch.shape.hidden_size)
-    return LedgerRow(LOGITS, "logits and weights in fp32", num_bytes, formula)
+    return LedgerRow(
+        category=LOGITS,
+        name="logits and weights in fp32",
+        num_bytes=num_bytes,
+        formula=formula,
+    )
 
 
 # --- the moments of a step
@@ -918,24 +988,38 @@ def _find_highest_moment(chunk: _ChunkOfLayers, layer: int) -> ListedMoment:
     highest_bytes = -1
     for operation, held, each, new in _list_operations(chunk, layer):
         # what lives outside of the layer is the same for all of them
-        num_bytes = batch.tokens * each + batch.element_bytes * new
+        num_bytes = batch.tokens * each
+        num_bytes += batch.element_bytes * new
         if num_bytes > highest_bytes:
             highest_bytes = num_bytes
             highest = operation, held, new
     operation, held, new = highest
-    made = chunk.output_gradient + chunk.waiting
-    if chunk.gradients_stay and not chunk.is_sharded:
-        made += chunk.layer_parameters * (chunk.layers - layer)
-    elif chunk.expert_gradients_stay and not chunk.is_sharded:
-        made += chunk.expert_parameters * (chunk.layers - layer) // chunk.layers
     own = Held({MASKS: batch.mask_bytes})
-    if layer <= chunk.recomputed and batch.copies_of_norms[0]:
+    norms_copy, _ = batch.copies_of_norms
+    if layer <= chunk.recomputed and norms_copy:
         own[RECOMPUTED] = batch.input_bytes
     rows = chunk.hold(layer)
     rows += chunk.keep_below(layer)
     rows += _list_rows(batch, own + held)
+    made = _count_gradients_above(chunk, layer)
     rows.append(chunk.make_gradients(made + new))
     return ListedMoment(Phase.BACKWARD, f"layer {layer}, {operation}", rows)
+
+
+def _count_gradients_above(chunk: _ChunkOfLayers, layer: int) -> int:
+    """Elements of gradients of weights that backward has made and left when it comes to a layer.
+
+    Where ranks shard the model, those of layers are counted with what is gathered.
+    """
+    made = chunk.output_gradient + chunk.waiting
+    if chunk.is_sharded:
+        return made
+    above = chunk.layers - layer
+    if chunk.gradients_stay:
+        return made + chunk.layer_parameters * above
+    if chunk.expert_gradients_stay:
+        return made + chunk.expert_parameters * above // chunk.layers
+    return made
 
 
 def _list_embedding_moments(chunk: _ChunkOfLayers) -> Iterator[ListedMoment]:
@@ -943,19 +1027,20 @@ def _list_embedding_moments(chunk: _ChunkOfLayers) -> Iterator[ListedMoment]:
     plan = chunk.plan
     matrix = chunk.matrix
     tied_matrix = matrix if chunk.is_tied else 0
-    if chunk.gradients_stay:
+    if plan.sharding is not None:
+        ends = chunk.parameters - chunk.layers * chunk.layer_parameters
+        added = ends + tied_matrix
+        each = gradient_bytes(plan.precision, plan.fp32_gradients)
+        rows = [*chunk.always]
+        rows += list_reduced(chunk.groups, ends, each)
+        rows.append(chunk.make_gradients(matrix))
+        yield ListedMoment(Phase.BACKWARD, "reduction of the embedding's gradients", rows)
+    elif chunk.gradients_stay:
         added = chunk.parameters + tied_matrix
     else:
         added = chunk.output_gradient + matrix + chunk.waiting
         if chunk.expert_gradients_stay:
             added += chunk.expert_parameters
-    if plan.sharding is not None:
-        ends = chunk.parameters - chunk.layers * chunk.layer_parameters
-        added = ends + tied_matrix
-        each = gradient_bytes(plan.precision, plan.fp32_gradients)
-        reduced = list_reduced(chunk.groups, ends, each)
-        rows = [*chunk.always, *reduced, chunk.make_gradients(matrix)]
-        yield ListedMoment(Phase.BACKWARD, "reduction of the embedding's gradients", rows)
     # the sum with a tied output layer's is a third matrix where a recorder watches, and in fp16, whose loss holds the
     # first
     is_third = chunk.is_tied and (chunk.batch.on_cpu or chunk.batch.precision == "fp16")
@@ -1000,15 +1085,18 @@ def _measure_running_chunk(batch: MicroBatch, layers: int, recomputed: int, ends
     """Bytes for each token that one micro-batch holds at most in a chunk of so many layers.
 
     Args:
+        batch: Of the rank.
         layers: Of the chunk.
         recomputed: How many of them keep their input only.
         ends: What the chunk keeps besides its layers.
     """
     moments = [_sum_layers(batch, layers, recomputed) + ends.total()]
     if recomputed:
-        # of the last dropout computed again: its mask and its result
-        dropped = batch.mask_bytes + batch.input_bytes if batch.shape.hidden_dropout else 0
-        moments.append(recomputed * batch.input_bytes + _keep_layer(batch).total() + dropped)
+        computed_again = _keep_layer(batch).total()
+        if batch.shape.hidden_dropout:
+            # of the last dropout computed again: its mask and its result
+            computed_again += batch.mask_bytes + batch.input_bytes
+        moments.append(recomputed * batch.input_bytes + computed_again)
     if layers and batch.attends_in_fp32 and batch.recomputes_attention:
         below = _sum_layers(batch, layers - 1, max(recomputed - 1, 0))
         moments.append(below + _measure_attention_recomputed_in_fp32(batch))
@@ -1027,10 +1115,11 @@ def _measure_attention_recomputed_in_fp32(batch: MicroBatch) -> int:
     the scores, and what attention keeps.
     """
     before = _keep_until_scores(batch)
-    own = before[NORMS] + before[LINEAR_INPUTS] + before[QKV] + before[ROTARY]
+    own = sum(before[name] for name in (NORMS, LINEAR_INPUTS, QKV, ROTARY))
     wide = replace(batch, precision="fp32", attends_in_fp32=False, recomputes_attention=False)
     scores, kept_scores = _measure_scores(wide)
-    converted = FP32 * (batch.shape.kernel_width + 2 * batch.shape.num_query_groups * batch.shape.kv_channels)
+    keys = _count_key_width(batch)
+    converted = FP32 * (batch.shape.kernel_width + 2 * keys)
     copied = _keep_until_scores(wide)[QKV]
     return own + converted + copied + scores + sum(kept_scores)
 

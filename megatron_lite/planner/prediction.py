@@ -31,5 +31,12 @@ def sum_moment(listed: ListedMoment) -> Moment:
     for name, rows in alike.items():
         num_bytes = sum(row.num_bytes for row in rows)
         formula = " + ".join(row.formula for row in rows)
-        merged.append(LedgerRow(rows[0].category, name, num_bytes, formula))
+        merged.append(
+            LedgerRow(
+                category=rows[0].category,
+                name=name,
+                num_bytes=num_bytes,
+                formula=formula,
+            )
+        )
     return Moment(listed.phase.value, listed.where, tuple(sorted(merged, key=lambda row: -row.num_bytes)))

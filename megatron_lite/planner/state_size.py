@@ -180,13 +180,23 @@ def measure_fp8_copies(plan: Plan, processor: Processor | None, category: str, n
     assert plan.fp8 is not None
     copies = plan.fp8.count_weight_copies(processor is not None and processor.multiplies_any_fp8_layout)
     each = copies * plan.fp8.number_bytes
-    return LedgerRow(category, name, int(each * number), f"{each:g} bytes x {count(number)} weights of linear layers")
+    return LedgerRow(
+        category=category,
+        name=name,
+        num_bytes=int(each * number),
+        formula=f"{each:g} bytes x {count(number)} weights of linear layers",
+    )
 
 
 def per_parameter(category: str, name: str, each: int, number: int, ranks: int = 1) -> LedgerRow:
     """A row of so many bytes per parameter. ranks: that share it out."""
     among = f" / {ranks} ranks" if ranks > 1 else ""
-    return LedgerRow(category, name, each * number // ranks, f"{each} bytes x {count(number)} parameters{among}")
+    return LedgerRow(
+        category=category,
+        name=name,
+        num_bytes=each * number // ranks,
+        formula=f"{each} bytes x {count(number)} parameters{among}",
+    )
 
 
 def list_states(plan: Plan, processor: Processor | None) -> Iterator[LedgerRow]:
@@ -218,9 +228,19 @@ def list_states(plan: Plan, processor: Processor | None) -> Iterator[LedgerRow]:
     if plan.device == "cuda":
         each = cublas_workspace_bytes(processor, plan.args.training.deterministic_mode)
         formula = f"{CUBLAS_THREADS} x {count(each)} bytes"
-        yield LedgerRow("workspace", "cuBLAS workspaces", CUBLAS_THREADS * each, formula)
+        yield LedgerRow(
+            category="workspace",
+            name="cuBLAS workspaces",
+            num_bytes=CUBLAS_THREADS * each,
+            formula=formula,
+        )
         if own := cublaslt_workspace_bytes(plan.rank_shape.adds_biases):
-            yield LedgerRow("workspace", "cuBLASLt workspace", own, f"{count(own)} bytes")
+            yield LedgerRow(
+                category="workspace",
+                name="cuBLASLt workspace",
+                num_bytes=own,
+                formula=f"{count(own)} bytes",
+            )
 
 
 def _list_moments_of_muon(plan: Plan, groups: Sequence[ParameterGroup]) -> Iterator[LedgerRow]:
@@ -239,7 +259,12 @@ def _measure_tokens(plan: Plan) -> LedgerRow:
     tensors = 2 + [data.reset_position_ids, data.reset_attention_mask].count(True)
     tokens = plan.args.training.micro_batch_size * plan.rank_shape.seq_length
     formula = f"{tensors} x {INT64} bytes x {count(tokens)} tokens"
-    return LedgerRow("other", "tokens, labels and their positions", tensors * INT64 * tokens, formula)
+    return LedgerRow(
+        category="other",
+        name="tokens, labels and their positions",
+        num_bytes=tensors * INT64 * tokens,
+        formula=formula,
+    )
 
 
 def _measure_step_counters(plan: Plan) -> LedgerRow:
@@ -252,7 +277,12 @@ def _measure_step_counters(plan: Plan) -> LedgerRow:
         # of the others
         number -= count_matrices(plan.rank_shape, plan.stage)
     formula = f"{count(number)} parameter tensors x {MIN_BLOCK_BYTES} bytes"
-    return LedgerRow("moments", "step counters of adam", number * MIN_BLOCK_BYTES, formula)
+    return LedgerRow(
+        category="moments",
+        name="step counters of adam",
+        num_bytes=number * MIN_BLOCK_BYTES,
+        formula=formula,
+    )
 
 
 # --- where ranks shard the model (torch's fully_shard): each layer is gathered by itself, and the rest together

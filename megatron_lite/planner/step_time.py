@@ -134,7 +134,12 @@ def _describe_bubble(plan: Plan, others_ms: float) -> TimeRow:
         # would wait
         wait_ms /= 3
         formula += ", of which gradients of weights fill two thirds"
-    return TimeRow(BUBBLE, wait_ms, WAIT, formula)
+    return TimeRow(
+        name=BUBBLE,
+        ms=wait_ms,
+        bound=WAIT,
+        formula=formula,
+    )
 
 
 def sum_micro_batches(time: TimePrediction) -> float:
@@ -165,7 +170,12 @@ def _cross_stages(exchanges: list[Exchange], members: Members, processor: Proces
             ms += hops * route.milliseconds(sent.num_bytes)
             words.append(f"{hops} x {sent.num_bytes / 1e6:,.1f} MB {route.words}")
     if words:
-        yield TimeRow("way through the stages", ms, LINK, "; ".join(words))
+        yield TimeRow(
+            name="way through the stages",
+            ms=ms,
+            bound=LINK,
+            formula="; ".join(words),
+        )
 
 
 def predict_stage_time(plan: Plan, processor: Processor) -> TimePrediction:
@@ -241,7 +251,13 @@ def _orthogonalize(plan: Plan) -> StepPart:
         n = max(rows, columns)
         flops += number * 2 * m * m * (2 * n + m)
     formula = f"{len(plan.stage.layers)} layers, {steps} steps x {count(flops)} FLOPs"
-    return StepPart("Newton-Schulz steps of muon", COMPUTE, steps * flops, formula, 0.0)
+    return StepPart(
+        name="Newton-Schulz steps of muon",
+        bound=COMPUTE,
+        amount=steps * flops,
+        formula=formula,
+        in_backward=0.0,
+    )
 
 
 def _list_matrices(plan: Plan) -> Iterator[tuple[int, int, int]]:
@@ -290,7 +306,14 @@ def _time_parts(parts: list[StepPart], rates: dict[str, float]) -> _ComputedRows
         is_memory = part.bound == MEMORY
         limit = f"{rate / 1e9:,.0f} GB/s" if is_memory else f"{rate / 1e12:g} TFLOP/s"
         bound = MEMORY if is_memory else COMPUTE
-        rows.append(TimeRow(part.name, 1000 * part.amount / rate, bound, f"{part.formula} at {limit}"))
+        rows.append(
+            TimeRow(
+                name=part.name,
+                ms=1000 * part.amount / rate,
+                bound=bound,
+                formula=f"{part.formula} at {limit}",
+            )
+        )
         backward_ms += 1000 * part.amount * part.in_backward / rate
         if part.name != UPDATE:
             forward_ms += 1000 * part.amount * (1 - part.in_backward) / rate
@@ -516,20 +539,38 @@ def _list_products(work: _Work) -> Iterator[StepPart]:
         times = FORWARD_AND_BACKWARD if fp8.multiplies_for_weights else FORWARD_AND_BACKWARD - 1
         weights = work.fp8_flops // (2 * work.tokens)
         formula = f"{2 * times} x {count(work.tokens)} tokens x {count(weights)} weights"
-        yield StepPart("products in fp8", FP8, times * work.fp8_flops, formula, 1 - 1 / times)
+        yield StepPart(
+            name="products in fp8",
+            bound=FP8,
+            amount=times * work.fp8_flops,
+            formula=formula,
+            in_backward=1 - 1 / times,
+        )
         # of what is left all but forward's is backward's
         forward = of_layers + output - work.fp8_flops
         products -= times * work.fp8_flops
         in_backward = 1 - forward / max(products, 1)
     formula = f"6 x {count(work.tokens)} tokens x {count(products // (6 * work.tokens))} weights"
-    yield StepPart("matrix products", COMPUTE, products, formula, in_backward)
+    yield StepPart(
+        name="matrix products",
+        bound=COMPUTE,
+        amount=products,
+        formula=formula,
+        in_backward=in_backward,
+    )
 
 
 def _list_attention(work: _Work) -> Iterator[StepPart]:
     """The products with the matrix of scores, and the scores where they are written down."""
     times = STORED_SCORES if work.writes_scores else FUSED_ATTENTION
     formula = f"{times} x {work.layers} layers x {work.attention_formula}"
-    yield StepPart("attention", COMPUTE, times * work.layers * work.attention_flops, formula, 1 - 1 / times)
+    yield StepPart(
+        name="attention",
+        bound=COMPUTE,
+        amount=times * work.layers * work.attention_flops,
+        formula=formula,
+        in_backward=1 - 1 / times,
+    )
     if work.writes_scores:
         # beside forward, backward reads the probabilities and their gradients, and writes those of the scores
         yield _move("attention's scores", work, work.layers, work.score_bytes * 5 // 2, 3 / 5)
@@ -539,7 +580,13 @@ def _move_logits(work: _Work) -> StepPart:
     """Forward reads the logits that the product has written; backward reads them again and writes their gradients."""
     num_bytes = 3 * work.element_bytes * work.shape.padded_vocab_size
     formula = f"{count(work.tokens)} tokens x {count(num_bytes)} bytes"
-    return StepPart("loss", MEMORY, work.tokens * num_bytes, formula, 2 / 3)
+    return StepPart(
+        name="loss",
+        bound=MEMORY,
+        amount=work.tokens * num_bytes,
+        formula=formula,
+        in_backward=2 / 3,
+    )
 
 
 def _list_recomputed(work: _Work) -> Iterator[StepPart]:
@@ -557,9 +604,21 @@ def _list_recomputed(work: _Work) -> Iterator[StepPart]:
     weights = flops // max(again, 1) // (2 * work.tokens)
     formula = f"{again} layers x 2 x {count(work.tokens)} tokens x {count(weights)} weights"
     # with a few layers in 16 bits, which of them are computed again makes no difference worth a row
-    yield StepPart("recomputed products", FP8 if work.fp8_share else COMPUTE, flops, formula, 1.0)
+    yield StepPart(
+        name="recomputed products",
+        bound=FP8 if work.fp8_share else COMPUTE,
+        amount=flops,
+        formula=formula,
+        in_backward=1.0,
+    )
     formula = f"{attended} layers x {work.attention_formula}"
-    yield StepPart("recomputed attention", COMPUTE, attended * work.attention_flops, formula, 1.0)
+    yield StepPart(
+        name="recomputed attention",
+        bound=COMPUTE,
+        amount=attended * work.attention_flops,
+        formula=formula,
+        in_backward=1.0,
+    )
     if work.writes_scores:
         yield _move("recomputed scores", work, attended, work.score_bytes, 1.0)
     yield _move("recomputed norms, activations, dropout", work, again, work.forward_bytes, 1.0)
@@ -568,7 +627,13 @@ def _list_recomputed(work: _Work) -> Iterator[StepPart]:
 def _move(name: str, work: _Work, layers: int, num_bytes: int, in_backward: float) -> StepPart:
     """A part that memory bounds. num_bytes: for each token of one layer."""
     formula = f"{layers} layers x {count(work.tokens)} tokens x {count(num_bytes)} bytes"
-    return StepPart(name, MEMORY, layers * work.tokens * num_bytes, formula, in_backward)
+    return StepPart(
+        name=name,
+        bound=MEMORY,
+        amount=layers * work.tokens * num_bytes,
+        formula=formula,
+        in_backward=in_backward,
+    )
 
 
 def _update_weights(parameters: int, precision: str, gradient_bytes: int, optimizer: OptimizerArgs) -> StepPart:
@@ -583,7 +648,13 @@ def _update_weights(parameters: int, precision: str, gradient_bytes: int, optimi
     if precision != "fp32":
         num_bytes += 2
     formula = f"{count(parameters)} parameters x {count(num_bytes)} bytes"
-    return StepPart(UPDATE, MEMORY, parameters * num_bytes, formula, 0.0)
+    return StepPart(
+        name=UPDATE,
+        bound=MEMORY,
+        amount=parameters * num_bytes,
+        formula=formula,
+        in_backward=0.0,
+    )
 
 
 # --- how long ranks need at least for what they exchange, and what of it computation cannot hide
@@ -609,7 +680,12 @@ def _time_layer_exchanges(
             behind = f", each overlapped with a product of {hidden_ms:.2f} ms" if hidden_ms else ""
             words.append(f"{one.formula}, {route.words}{behind}")
         if words:
-            yield TimeRow(name, ms, LINK, "; ".join(words))
+            yield TimeRow(
+                name=name,
+                ms=ms,
+                bound=LINK,
+                formula="; ".join(words),
+            )
 
 
 def _time_tied_embedding(
@@ -623,7 +699,12 @@ def _time_tied_embedding(
         ends = Members(ranks=2, near=2 if is_in_node else 1)
         route = find_route(REDUCE, ends, processor)
         if route is not None:
-            yield TimeRow(TIED, route.milliseconds(one.num_bytes), LINK, f"{one.formula}, {route.words}")
+            yield TimeRow(
+                name=TIED,
+                ms=route.milliseconds(one.num_bytes),
+                bound=LINK,
+                formula=f"{one.formula}, {route.words}",
+            )
 
 
 def _time_state(
@@ -643,7 +724,12 @@ def _time_state(
         # experts' are averaged when backward has ended
         for one in gradients:
             if one.exchange.group == EXPERT_DATA:
-                yield TimeRow(EXPERT_REDUCTION, one.milliseconds, LINK, one.words)
+                yield TimeRow(
+                    name=EXPERT_REDUCTION,
+                    ms=one.milliseconds,
+                    bound=LINK,
+                    formula=one.words,
+                )
         gradients = [one for one in gradients if one.exchange.group == DATA]
     passes = plan.final_micro_batches
     gathered = [one for one in timed if one.exchange.kind == GATHER]
@@ -698,7 +784,12 @@ def _gather_each_pass(
     ms += (passes - 1) * sum(one.milliseconds for one in gradients)
     what = "; ".join(one.exchange.formula for one in [*gathered, *gradients])
     formula = f"{what}: {ms:.2f} ms, forward and backward overlap {min(computed_ms, ms):.2f}"
-    return TimeRow(GATHERING, max(ms - computed_ms, 0.0), LINK, formula)
+    return TimeRow(
+        name=GATHERING,
+        ms=max(ms - computed_ms, 0.0),
+        bound=LINK,
+        formula=formula,
+    )
 
 
 def _gather_once(gathered: list[_TimedExchange], pass_ms: float) -> Iterator[TimeRow]:
@@ -707,7 +798,12 @@ def _gather_once(gathered: list[_TimedExchange], pass_ms: float) -> Iterator[Tim
     if ms > pass_ms:
         sent = "; ".join(one.words for one in gathered)
         formula = f"{sent}: {ms:.2f} ms; forward of one micro-batch takes {pass_ms:.2f} ms at best"
-        yield TimeRow(GATHERING, ms - pass_ms, LINK, formula)
+        yield TimeRow(
+            name=GATHERING,
+            ms=ms - pass_ms,
+            bound=LINK,
+            formula=formula,
+        )
 
 
 def _reduce_gradients(plan: Plan, gradients: list[_TimedExchange], pass_ms: float) -> TimeRow:
@@ -725,7 +821,12 @@ def _reduce_gradients(plan: Plan, gradients: list[_TimedExchange], pass_ms: floa
     pieces = [f"{one.exchange.num_bytes / 1e9:.2f} GB of {one.exchange.what}, {one.route.words}" for one in gradients]
     in_all = f"{'; '.join(pieces)}: {whole_ms:.2f} ms"
     exposed_ms = max(embedding_ms, whole_ms - pass_ms)
-    return TimeRow(f"{first.exchange.kind}, not overlapped", exposed_ms, LINK, f"{in_all}; {why}")
+    return TimeRow(
+        name=f"{first.exchange.kind}, not overlapped",
+        ms=exposed_ms,
+        bound=LINK,
+        formula=f"{in_all}; {why}",
+    )
 
 
 def _list_unknown_links(exchanges: list[Exchange], members: dict[str, Members], processor: Processor) -> Iterator[str]:
