@@ -19,11 +19,21 @@ EFFICIENT_HEAD_BYTES = 16  # the memory-efficient kernel's heads are a multiple 
 def predict_attention_kernel(
     shape: ModelShape, precision: str, device: str, backend: str, masked: bool
 ) -> tuple[str, bool]:
-    """(FUSED, UNFUSED, CAUSAL or MATH; whether a fused kernel is flash) for --attention-backend on a device.
+    """Predict which kernel computes attention for --attention-backend on a device.
 
     The trainer's rule, then torch's own choice on a GPU since Ampere and on a CPU (sdp_utils.cpp, sdp_utils_cpp.cpp of
     torch 2.13). cuDNN's kernel keeps what flash keeps. On a GPU flash knows no mask and no fp32, the memory-efficient
     one no groups; a CPU's flash knows no dropout.
+
+    Args:
+        shape: What one rank computes.
+        precision: fp32, fp16 or bf16.
+        device: cuda or cpu.
+        backend: The flag's value.
+        masked: Whether attention takes a mask.
+
+    Returns:
+        (FUSED, UNFUSED, CAUSAL or MATH; whether a fused kernel is flash).
     """
     if device == "cpu":
         return _predict_on_cpu(shape, precision, backend, masked)

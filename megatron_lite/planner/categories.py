@@ -1,4 +1,4 @@
-"""What formulas say that each category of a memory snapshot takes.
+"""Predicts by formula what each category of a memory snapshot takes.
 
 run.json holds it, and a report sets it beside what was measured.
 """
@@ -113,7 +113,7 @@ def _count_waiting_layers(plan: Plan, micro_batches: int) -> tuple[int, int]:
 
 
 def _measure_activations(plan: Plan, batch: MicroBatch) -> CategoryBytes:
-    """What all micro-batches that wait for their backward keep."""
+    """Measure what all micro-batches that wait for their backward keep."""
     stage = plan.stage
     micro_batches = plan.micro_batches(plan.train_samples)
     if stage.has_equal_chunks:

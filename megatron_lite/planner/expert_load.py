@@ -29,7 +29,7 @@ def compute_selected_share(plan: Plan) -> float:
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """What a rank's experts compute in one layer, and how tokens come to them."""
+    """Rows that a rank's experts compute in one layer, and how tokens come to them."""
 
     rows: float  # that pass this rank's experts, for each token that this rank routes
     gathered: float  # tokens that a rank sees, for each of its own; 0: they are sent, or stay

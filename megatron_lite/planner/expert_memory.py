@@ -164,7 +164,7 @@ def list_expert_peaks(batch: MicroBatch, stream: int, kept: Counter[str]) -> Ite
 
 
 def _list_peaks_at_once(batch: MicroBatch, stream: int, kept: Counter[str]) -> Iterator[tuple[str, Counter[str], int]]:
-    """The same of experts' operations where each is for all experts at once."""
+    """List the peaks of experts' operations where each is for all experts at once."""
     e, load = _get_experts(batch)
     hidden = _measure_rows(batch, batch.shape.hidden_size)
     inner = _measure_rows(batch, e.ffn_hidden_size)
@@ -187,7 +187,7 @@ INNER_ONE_BY_ONE = 8
 def _list_peaks_one_by_one(
     batch: MicroBatch, stream: int, kept: Counter[str]
 ) -> Iterator[tuple[str, Counter[str], int]]:
-    """The same where experts come one after the other, and second matrices' gradients last (cpu_kernels/experts.py)."""
+    """List the peaks where experts come one after the other, and second matrices' gradients last (cpu_kernels/experts.py)."""
     e, _ = _get_experts(batch)
     first, second = count_expert_weights(batch)
     inner = _measure_rows(batch, e.ffn_hidden_size)
@@ -200,7 +200,7 @@ def _list_peaks_one_by_one(
 
 
 def _hold(kept: Counter[str], gradients: int) -> Counter[str]:
-    """What a layer holds: what it kept, and bytes of gradients of activations."""
+    """Add to what a layer keeps bytes of gradients of activations."""
     return kept + Counter({"gradients of activations": gradients})
 
 

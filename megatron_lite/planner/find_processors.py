@@ -41,7 +41,7 @@ MIN_BEGINNING = 3  # letters and digits of "MI300", "H10"
 
 
 def _find_by_beginning(wanted: list[str], known: list[Processor]) -> Processor | None:
-    """'MI300' -> MI300X: the first one whose model begins so, if a digit tells it from a family."""
+    """Find the first GPU whose model begins so, MI300X for 'MI300', if a digit tells it from a family."""
     first = next(iter(wanted), "")
     if len(first) < MIN_BEGINNING or not re.search(r"\d", first):
         return None
@@ -83,7 +83,7 @@ def find_processors(words: list[str]) -> list[Processor]:
 
 
 def _split_name(name: str) -> list[str]:
-    """'NVIDIA A100-SXM4-80GB' -> ['a100', 'sxm', '80']: what tells boards apart."""
+    """Split a name into the words that tell boards apart: 'NVIDIA A100-SXM4-80GB' into ['a100', 'sxm', '80']."""
     words = []
     for word in re.findall(r"[a-z0-9]+", name.lower()):
         word = re.sub(r"^sxm\d$", "sxm", word)

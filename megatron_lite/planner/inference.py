@@ -18,7 +18,7 @@ CACHE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}  # of an element of a key or val
 
 @dataclass(frozen=True)
 class InferencePrediction:
-    """One GPU that holds the whole model and generates for `batch` sequences of `tokens` tokens at once."""
+    """A GPU that holds the whole model and generates for `batch` sequences of `tokens` tokens at once."""
 
     parameters: int
     tokens: int  # of each sequence, prompt included
@@ -112,5 +112,12 @@ def count_weight_bytes(parameters: int, bits: int) -> int:
 
 
 def count_kv_cache_bytes(shape: ModelShape, batch: int, tokens: int, element_bytes: int = CACHE_BYTES["bf16"]) -> int:
-    """2*L*G*D*s*b*e: keys and values of L layers; G heads of them (fewer with grouped queries), each D wide."""
+    """Bytes of keys and values, 2*L*G*D*s*b*e: of L layers and G heads (fewer with grouped queries), each D wide.
+
+    Args:
+        shape: The model, with L, G and D.
+        batch: b sequences at once.
+        tokens: s of each, so far.
+        element_bytes: e of one element.
+    """
     return 2 * shape.num_layers * shape.num_query_groups * shape.kv_channels * tokens * batch * element_bytes

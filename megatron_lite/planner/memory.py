@@ -77,7 +77,7 @@ CACHED_BATCHES = 64
 
 @dataclass(frozen=True)
 class _Copies:
-    """Which of a layer's queries, keys and values attention's kernel copies."""
+    """A choice among a layer's queries, keys and values: those that attention's kernel copies."""
 
     queries: bool
     keys: bool
@@ -86,11 +86,12 @@ class _Copies:
 
     @property
     def number(self) -> int:
+        """How many of the three are copied."""
         return [self.queries, self.keys, self.values].count(True)
 
 
 def _find_copies(batch: MicroBatch) -> _Copies:
-    """What attention's kernel copies.
+    """Find what attention's kernel copies.
 
     It copies what heads share, and, where a product takes sequences and heads as one dimension, what has tokens between
     them.
@@ -144,7 +145,7 @@ def _count_key_width(batch: MicroBatch) -> int:
 
 @lru_cache(maxsize=CACHED_BATCHES)
 def _keep_until_scores(batch: MicroBatch) -> Held:
-    """One layer's first norm, its projection, and what attention takes and gives but scores that are written down."""
+    """List what a layer keeps up to attention's result, without scores that are written down."""
     copies = _find_copies(batch)
     held = Held({NORMS: batch.hidden_norm_bytes, LINEAR_INPUTS: batch.saved_input_bytes})
     held.update(_keep_result(batch))
@@ -194,7 +195,7 @@ def _keep_result(batch: MicroBatch) -> Held:
 
 
 def _keep_queries_and_keys(batch: MicroBatch, copies: _Copies) -> Held:
-    """What takes the place of parts of the projection's result: copies, rotated ones, and those of whole sequences."""
+    """List what takes the place of parts of the projection's result: copies, rotated ones, whole sequences'."""
     shape = batch.shape
     each = batch.element_bytes
     keys = _count_key_width(batch)
@@ -215,7 +216,7 @@ def _keep_queries_and_keys(batch: MicroBatch, copies: _Copies) -> Held:
 
 
 def _keep_latent_vectors(batch: MicroBatch, latent: LatentShape) -> Held:
-    """What norms keep of the vectors from which queries, keys and values of all heads are made, and these vectors."""
+    """List the vectors from which queries, keys and values of all heads are made, and what norms keep of them."""
     held = Held()
     has_norms = batch.shape.qk_layernorm
     for width in filter(None, (latent.q_lora_rank, latent.kv_lora_rank)):
@@ -232,7 +233,7 @@ def _keep_latent_vectors(batch: MicroBatch, latent: LatentShape) -> Held:
 
 
 def _keep_values(batch: MicroBatch, copies: _Copies, latent: LatentShape) -> Held:
-    """What latent attention's kernel takes as values: filled up, or where they lie, between keys."""
+    """List what latent attention's kernel takes as values: filled up, or where they lie, between keys."""
     if copies.values:
         return Held()
     width = batch.shape.kernel_width
@@ -247,7 +248,7 @@ def _normalizes_views(batch: MicroBatch) -> bool:
 
 
 def _keep_query_norms(batch: MicroBatch) -> Held:
-    """What norms of queries and keys keep."""
+    """List what norms of queries and keys keep."""
     shape = batch.shape
     if not shape.qk_layernorm:
         return Held()
@@ -279,7 +280,11 @@ def _keep_projection(batch: MicroBatch, copies: _Copies) -> Held:
 
 
 def _measure_scores(batch: MicroBatch) -> tuple[int, list[int]]:
-    """(bytes of the probabilities, of what is kept where scores are written down, softmax first), for each token."""
+    """Measure scores that are written down, for each token.
+
+    Returns:
+        (bytes of the probabilities; bytes of each tensor that is kept, softmax first).
+    """
     if batch.attention == FUSED:
         return 0, []
     shape = batch.shape
@@ -306,7 +311,7 @@ def _measure_scores(batch: MicroBatch) -> tuple[int, list[int]]:
 
 @lru_cache(maxsize=CACHED_BATCHES)
 def _keep_layer(batch: MicroBatch) -> Held:
-    """One layer's forward; the layer's input belongs to it, its result does not.
+    """List what one layer's forward keeps; the layer's input belongs to it, its result does not.
 
     A squared relu keeps relu's result instead of its input; swiglu both halves, silu's result and the product.
     """
@@ -326,7 +331,7 @@ def _keep_layer(batch: MicroBatch) -> Held:
 
 
 def _keep_mlp(batch: MicroBatch) -> Held:
-    """What an MLP keeps, its input among it."""
+    """List what an MLP keeps, its input among it."""
     shape = batch.shape
     inner_tensors = 4 if shape.activation == "swiglu" else 2
     num_bytes = batch.element_bytes * inner_tensors * shape.ffn_hidden_size
@@ -340,7 +345,11 @@ def _scale(held: Held, share: float) -> Held:
 
 
 def _keep_layers(batch: MicroBatch, number: int, recomputed: int) -> list[tuple[Held, int]]:
-    """(what a layer holds, of how many layers): of `number` layers `recomputed` keep their input only."""
+    """List what layers keep, by kind: of `number` layers `recomputed` keep their input only.
+
+    Returns:
+        (what a layer holds, of how many layers) of each kind.
+    """
     kinds = []
     if number > recomputed:
         kinds.append((_keep_layer(batch), number - recomputed))
@@ -359,7 +368,7 @@ def _keep_ends(batch: MicroBatch, starts: bool, ends: bool) -> Held:
 
 
 def _keep_for_weights(batch: MicroBatch, stage: Stage) -> Held:
-    """What a layer's backward leaves where gradients of weights are computed later.
+    """List what a layer's backward leaves where gradients of weights are computed later.
 
     It leaves what went into its products, and gradients of what came out.
     """
@@ -380,7 +389,7 @@ def _keep_for_weights(batch: MicroBatch, stage: Stage) -> Held:
 def _list_waiting(
     batch: MicroBatch, stage: Stage, others: list[int], micro_batches: int, count_recomputed: CountRecomputed
 ) -> Iterator[LedgerRow]:
-    """What a stage holds of micro-batches besides the running one.
+    """List what a stage holds of micro-batches besides the running one.
 
     The latest sent and the next asked for are among it, and between chunks another.
 
@@ -443,7 +452,7 @@ def _list_kept(batch: MicroBatch, number: int, recomputed: int, micro_batches: i
 
 @lru_cache(maxsize=CACHED_BATCHES)
 def _list_layer_backward(batch: MicroBatch) -> tuple[tuple[str, Held, int], ...]:
-    """(operation, what the layer holds there, its sum): the points of its backward at which that can be most."""
+    """List (operation, what the layer holds there, its sum) where backward can hold most."""
     found = []
     for operation, held in _find_backward_peaks(batch):
         found.append((operation, held, held.total()))
@@ -452,13 +461,17 @@ def _list_layer_backward(batch: MicroBatch) -> tuple[tuple[str, Held, int], ...]
 
 @lru_cache(maxsize=CACHED_BATCHES)
 def _hold_exchanging_experts(batch: MicroBatch) -> Held:
-    """What a layer of experts holds in forward when results of experts are on their way back."""
+    """List what a layer of experts holds in forward when results of experts are on their way back."""
     return _keep_layer(replace(batch, expert_share=1.0)) + Held({EXCHANGED: measure_exchanged(batch)})
 
 
 @lru_cache(maxsize=CACHED_BATCHES)
 def _list_expert_backward(batch: MicroBatch) -> tuple[tuple[str, Held, int, int], ...]:
-    """(operation, what the layer holds there, its sum, elements of new gradients of weights) of a layer of experts."""
+    """List the operations of the backward of a layer of experts.
+
+    Returns:
+        (operation, what the layer holds there, its sum, elements of new gradients of weights) of each.
+    """
     if not batch.expert_share:
         return ()
     layer = replace(batch, expert_share=1.0)
@@ -471,7 +484,7 @@ def _list_expert_backward(batch: MicroBatch) -> tuple[tuple[str, Held, int, int]
 
 @lru_cache(maxsize=CACHED_BATCHES)
 def _recompute_experts(batch: MicroBatch) -> Held:
-    """What a layer of experts holds when backward has computed it again."""
+    """List what a layer of experts holds when backward has computed it again."""
     gradient = Held({GRADIENTS: batch.element_bytes * _count_stream(batch)})
     return _hold_exchanging_experts(batch) + gradient
 
@@ -523,7 +536,7 @@ def _find_mlp_peaks(batch: MicroBatch) -> Iterator[tuple[str, Held]]:
 
 
 def _hold_at_projection(batch: MicroBatch) -> Held:
-    """What lives at the backward of queries', keys' and values' projection."""
+    """List what lives at the backward of queries', keys' and values' projection."""
     shape = batch.shape
     heads_width = shape.qkv_width
     kept = Held({NORMS: batch.hidden_norm_bytes, LINEAR_INPUTS: batch.saved_input_bytes})
@@ -541,7 +554,7 @@ def _hold_at_projection(batch: MicroBatch) -> Held:
 
 
 def _find_attention_peaks(batch: MicroBatch) -> Iterator[Held]:
-    """What lives where attention's backward can hold most."""
+    """List what lives where attention's backward can hold most."""
     shape = batch.shape
     each = batch.element_bytes
     stream = _count_stream(batch)
@@ -608,7 +621,7 @@ def _measure_fp32_attention(batch: MicroBatch) -> int:
 
 
 def _list_gelu_pieces(batch: MicroBatch) -> list[LedgerRow]:
-    """What GELU holds while it computes in blocks (cpu_kernels/gelu.py); [] where it does not.
+    """List what GELU holds while it computes in blocks (cpu_kernels/gelu.py); [] where it does not.
 
     It holds its input, and buffers in fp32.
     """
@@ -665,7 +678,7 @@ def _list_loss(batch: MicroBatch) -> list[LedgerRow]:
 
 
 def _describe_wide_logits(batch: MicroBatch) -> LedgerRow:
-    """What the output layer's products hold in fp32, where the processor multiplies only that; 0 bytes elsewhere."""
+    """Describe what the output layer's products hold in fp32; 0 bytes where the processor multiplies 16-bit numbers."""
     num_bytes, formula = batch.describe_wide(batch.shape.padded_vocab_size, batch.shape.hidden_size)
     return LedgerRow(
         category=LOGITS,
@@ -679,11 +692,14 @@ def _describe_wide_logits(batch: MicroBatch) -> LedgerRow:
 
 
 def predict_memory(plan: Plan, processor: Processor | None = None) -> MemoryPrediction:
-    """What tensors of one rank hold at the moments of a step at which that can be most.
+    """Predict what tensors of one rank hold at the moments of a step at which that can be most.
 
-    As torch's allocator counts them on the plan's device; without what lies outside of it (the CUDA context, NCCL),
-    without fragmentation, and for layers that are not compiled.
-    processor: the GPU, whose cuBLAS takes more on newer ones; None: an older one.
+    Bytes are as torch's allocator counts them on the plan's device: without what lies outside of it (the CUDA context,
+    NCCL), without fragmentation, and for layers that are not compiled.
+
+    Args:
+        plan: Of the rank.
+        processor: The GPU, whose cuBLAS takes more on newer ones; None: an older one.
     """
     return MemoryPrediction(tuple(sum_moment(listed) for listed in _list_moments(plan, processor)))
 
@@ -760,6 +776,7 @@ class _ChunkOfLayers:
 
     @property
     def stage(self) -> Stage:
+        """The stage that the chunk belongs to."""
         return self.plan.stage
 
     @property
@@ -774,6 +791,7 @@ class _ChunkOfLayers:
 
     @property
     def layers(self) -> int:
+        """Number of the chunk's layers."""
         return len(self.stage.chunks[self.number])
 
     @property
@@ -783,7 +801,7 @@ class _ChunkOfLayers:
 
     @cached_property
     def parameters(self) -> int:
-        """Of all of the stage."""
+        """Number of parameters of the whole stage."""
         return sum(group.number for group in self.groups)
 
     @cached_property
@@ -798,7 +816,7 @@ class _ChunkOfLayers:
 
     @cached_property
     def expert_parameters(self) -> int:
-        """Of this rank's experts in all of the stage's layers."""
+        """Number of parameters of this rank's experts in all of the stage's layers."""
         return sum(group.number for group in self.groups[1:])
 
     @property
@@ -813,6 +831,7 @@ class _ChunkOfLayers:
 
     @property
     def is_sharded(self) -> bool:
+        """Whether ranks shard the model."""
         return self.plan.sharding is not None
 
     @property
@@ -864,15 +883,16 @@ class _ChunkOfLayers:
         return [*_list_rows(self.batch, Held({GRADIENTS: self.batch.whole_input_bytes}))]
 
     def make_gradients(self, parameters: int) -> LedgerRow:
+        """A row of gradients of so many parameters, in the precision of weights."""
         return per_parameter("gradients", "gradients", self.batch.element_bytes, parameters)
 
     def keep_below(self, layer: int) -> tuple[LedgerRow, ...]:
-        """What the chunk's layers below this one keep for backward."""
+        """List what the chunk's layers below this one keep for backward."""
         below = layer - 1
         return _list_kept(self.batch, below, min(below, self.recomputed))
 
     def hold(self, layer: int) -> list[LedgerRow]:
-        """What lives while `layer` computes, and layers of the micro-batch have no part in."""
+        """List what lives while `layer` computes, and layers of the micro-batch have no part in."""
         above = max(self.layers - layer, 0)
         rows = [*self.always]
         rows += _list_rows(self.batch, _keep_for_weights(self.batch, self.stage), above)
@@ -1068,6 +1088,12 @@ def activation_bytes(
     Per layer, with fused attention: 34*s*b*h in 16 bits for the plain GPT with dropout, Korthikanti et al. 2022
     (Reducing Activation Recomputation, equation 2) without its term 5*a*s/h, which only attention that writes its
     scores down has; and statistics of norms and attention. A recomputed layer keeps its input, e*s*b*h.
+
+    Args:
+        batch: One micro-batch of the rank.
+        stage: Of the rank.
+        micro_batches: Of a step.
+        count_recomputed: How many layers of a chunk of so many keep their input only.
     """
     highest = 0
     for number, waiting in stage.list_fullest(micro_batches):

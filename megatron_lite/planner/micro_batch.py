@@ -1,4 +1,4 @@
-"""What the sizes of one micro-batch's activations depend on, from the flags of a run."""
+"""Describes what the sizes of one micro-batch's activations depend on, from the flags of a run."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from megatron_lite.units import count
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What the sizes of a micro-batch's activations depend on."""
+    """Numbers and switches on which the sizes of a micro-batch's activations depend."""
 
     shape: ModelShape  # what one rank computes
     size: int  # sequences
@@ -57,10 +57,12 @@ class MicroBatch:
 
     @property
     def tokens(self) -> int:
+        """Tokens of the micro-batch that this rank has."""
         return self.size * self.shape.seq_length
 
     @property
     def element_bytes(self) -> int:
+        """Bytes of one activation."""
         return element_bytes(self.precision)
 
     @property
@@ -115,9 +117,11 @@ class MicroBatch:
 
     @property
     def copies_of_norms(self) -> tuple[bool, bool]:
-        """(whether norms keep an fp32 copy instead of their 16-bit input, whether they keep the normalized input too).
+        """Copies that norms keep of their input.
 
-        The second is RMSNorm on a CPU, which torch 2.13 takes apart, but not where 16-bit weights are stored minus one.
+        The first answer is whether they keep an fp32 copy instead of their 16-bit input, the second whether they keep
+        the normalized input, too. That is RMSNorm on a CPU, which torch 2.13 takes apart, but not where 16-bit weights
+        are stored minus one.
         """
         in_16_bits = self.element_bytes < FP32
         one_less = self.shape.layernorm_1p
@@ -174,6 +178,13 @@ def plan_micro_batch(
 
     Args:
         shape: The whole model's.
+        size: Sequences.
+        precision: fp32, fp16 or bf16.
+        device: cuda or cpu.
+        backend: The value of --attention-backend.
+        masked: Whether attention stays within documents.
+        recompute: The value of --recompute-granularity.
+        threads: Of a CPU, for one rank.
         layout: With this rank's coordinates; None: it is the only one.
         expert_share: Of the layers of the rank's stage.
         load: Of the rank's experts.

@@ -1,6 +1,6 @@
-"""What `megatron-lite plan` finds out, before anybody draws it.
+"""Results of `megatron-lite plan`, before anybody draws them.
 
-It is about a training, about generating, or about a search for layouts.
+They are about a training, about generating, or about a search for layouts.
 """
 
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Exact:
-    """What walking the real model and step under fake tensors gave."""
+    """Figures of walking the real model and step under fake tensors."""
 
     allocated_peak_bytes: int
     reserved_peak_bytes: int
@@ -76,7 +76,7 @@ class Outlook:
 
 @dataclass(frozen=True)
 class StageOutlook:
-    """What one rank of a pipeline's stage holds and does."""
+    """Memory and work of one rank of a pipeline's stage."""
 
     plan: Plan
     memory: MemoryPrediction

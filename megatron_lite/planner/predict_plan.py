@@ -23,7 +23,7 @@ def predict_training(
     fit_into: Processor | None = None,
     walked: Mapping[int, Exact] = NOT_WALKED,
 ) -> Training:
-    """What a training needs on each GPU, what one change each would do, and with which flags it fits.
+    """Predict what a training needs on each GPU, what one change each would do, and with which flags it fits.
 
     Args:
         plan: Of the rank that holds most.
@@ -59,7 +59,7 @@ def _predict_outlook(plan: Plan, processor: Processor, margin: float, tokens: in
 
 
 def _predict_stages(plan: Plan, processor: Processor | None, walked: Mapping[int, Exact]) -> list[StageOutlook]:
-    """One rank of each stage of a pipeline."""
+    """Predict one rank of each stage of a pipeline."""
     found = []
     for one in plan_stages(plan):
         time = predict_stage_time(one, processor) if processor else None
@@ -73,9 +73,11 @@ def find_highest(walked: Mapping[int, Exact]) -> int:
 
 
 def predict_generating(plan: Plan, processors: Sequence[Processor], batch: int, context: int | None) -> Generating:
-    """What the trained model needs when it generates for so many sequences at a time.
+    """Predict what the trained model needs when it generates for so many sequences at a time.
 
     Args:
+        plan: Of its training.
+        processors: GPUs, each of which holds the whole model.
         batch: Sequences.
         context: Tokens of each; None: as long as in training.
     """

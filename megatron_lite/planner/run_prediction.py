@@ -48,6 +48,7 @@ def forecast(plan: Plan, device_name: str | None, room_bytes: int | None) -> For
     """Predict a run. Never raises: failures are part of the result.
 
     Args:
+        plan: Of any of its ranks.
         device_name: The GPU's, as torch names it; None on CPUs.
         room_bytes: Memory of one GPU, or of this machine; None if unknown.
     """
@@ -137,13 +138,19 @@ def record_forecast(seen: Forecast) -> Prediction:
 
 @dataclass(frozen=True)
 class PredictedRun:
-    """What a run says of itself before its first step."""
+    """Lines and records by which a run describes itself before its first step."""
 
     lines: Sequence[str]  # for the console
     record: Prediction  # for run.json
 
 
 def predict_run(plan: Plan, device_name: str | None, room_bytes: int | None) -> PredictedRun:
-    """Predict a run, for the console and for run.json. The arguments are those of forecast."""
+    """Predict a run, for the console and for run.json.
+
+    Args:
+        plan: Of any of its ranks.
+        device_name: The GPU's, as torch names it; None on CPUs.
+        room_bytes: Memory of one GPU, or of this machine; None if unknown.
+    """
     seen = forecast(plan, device_name, room_bytes)
     return PredictedRun(tuple(describe_forecast(seen)), record_forecast(seen))

@@ -64,7 +64,7 @@ def walk_step(
 
 
 def _read_figures(walk: subprocess.CompletedProcess[str], seconds: float) -> Exact:
-    """What a walk printed. ConfigError with its lines for mistakes of the user, UserError for a failure."""
+    """Read what a walk printed. ConfigError with its lines for mistakes of the user, UserError for a failure."""
     lines = walk.stderr.strip().splitlines()
     if walk.returncode == UserError.exit_code and lines:
         raise ConfigError(lines)

@@ -39,7 +39,7 @@ EQUAL_STAGES: Changes = {
 
 @dataclass(frozen=True)
 class Candidate:
-    """One layout of the run with one micro-batch and one way of recomputation."""
+    """A layout of the run with one micro-batch and one way of recomputation."""
 
     changed: ChangedPlan
     changes: Changes
@@ -48,10 +48,12 @@ class Candidate:
 
     @property
     def plan(self) -> Plan:
+        """The run in this layout."""
         return self.changed.plan
 
     @property
     def step_ms(self) -> float:
+        """Least time of a step, in milliseconds; infinite where it is not known."""
         return self.time.step_ms if self.time else math.inf
 
     def sum_rows(self, *names: str) -> float:

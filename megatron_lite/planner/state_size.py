@@ -52,6 +52,11 @@ def state_bytes(
     4 + 4 + 8.
 
     Args:
+        parameters: Their number.
+        precision: fp32, fp16 or bf16.
+        fp32_gradients: Whether gradients are added up in fp32.
+        optimizer: The value of --optimizer.
+        momentum: Whether SGD has one.
         ranks: That shard the model; then only fp32 weights, gradients and moments stay, a share of each.
         is_sharded: Whether torch's fully_shard holds them, be it on one rank; None: on several ranks.
     """
@@ -148,7 +153,14 @@ def _group_parameters(
 
 
 def list_groups(category: str, name: str, each: int, groups: Sequence[ParameterGroup]) -> Iterator[LedgerRow]:
-    """Rows of so many bytes per parameter, of which each rank has a share."""
+    """Rows of so many bytes per parameter, of which each rank has a share.
+
+    Args:
+        category: One of formats.memory_categories.
+        name: Of the rows.
+        each: Bytes per parameter.
+        groups: Parameters, by how many ranks share them out.
+    """
     for group in groups:
         yield per_parameter(category, name, each, group.number, group.ranks)
 
@@ -176,7 +188,15 @@ def _leave_out_fp8(plan: Plan, groups: Sequence[ParameterGroup]) -> Sequence[Par
 
 
 def measure_fp8_copies(plan: Plan, processor: Processor | None, category: str, name: str, number: int) -> LedgerRow:
-    """A row of so many weights in fp8, each as often as Transformer Engine keeps it."""
+    """A row of so many weights in fp8, each as often as Transformer Engine keeps it.
+
+    Args:
+        plan: Of a training in fp8.
+        processor: The GPU; None: one that multiplies one layout of fp8 only.
+        category: Of the row; one of formats.memory_categories.
+        name: Of the row.
+        number: Of the weights.
+    """
     assert plan.fp8 is not None
     copies = plan.fp8.count_weight_copies(processor is not None and processor.multiplies_any_fp8_layout)
     each = copies * plan.fp8.number_bytes
@@ -189,7 +209,15 @@ def measure_fp8_copies(plan: Plan, processor: Processor | None, category: str, n
 
 
 def per_parameter(category: str, name: str, each: int, number: int, ranks: int = 1) -> LedgerRow:
-    """A row of so many bytes per parameter. ranks: that share it out."""
+    """A row of so many bytes per parameter.
+
+    Args:
+        category: One of formats.memory_categories.
+        name: Of the row.
+        each: Bytes per parameter.
+        number: Of the parameters.
+        ranks: That share them out.
+    """
     among = f" / {ranks} ranks" if ranks > 1 else ""
     return LedgerRow(
         category=category,
@@ -332,6 +360,12 @@ def list_gathered(plan: Plan, groups: Sequence[ParameterGroup], layer: int, accu
 
 
 def list_reduced(groups: Sequence[ParameterGroup], ends: int, gradient_bytes: int) -> Iterator[LedgerRow]:
-    """What is held when the last gradients are reduced. ends: parameters outside of layers, which are those."""
+    """Rows of what is held when the last gradients, those outside of layers, are reduced.
+
+    Args:
+        groups: Parameters of the stage.
+        ends: Number of those outside of layers.
+        gradient_bytes: Of one gradient as it is reduced.
+    """
     yield per_parameter("communication", "gradients to be reduced", gradient_bytes, ends)
     yield from list_groups("gradients", "reduced gradients", FP32, groups)

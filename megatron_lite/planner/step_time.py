@@ -85,7 +85,7 @@ STORED_SCORES = 3
 
 @dataclass(frozen=True)
 class StepPart:
-    """One part of a step of one rank."""
+    """Work of one rank in a step, of one kind."""
 
     name: str
     bound: str  # COMPUTE or FP8: amount is FLOPs; MEMORY: bytes
@@ -261,7 +261,7 @@ def _orthogonalize(plan: Plan) -> StepPart:
 
 
 def _list_matrices(plan: Plan) -> Iterator[tuple[int, int, int]]:
-    """(how many, rows, columns) of the matrices of a stage's layers that Muon makes orthogonal."""
+    """List (how many, rows, columns) of the matrices of a stage's layers that Muon makes orthogonal."""
     shape = plan.rank_shape
     hidden = shape.hidden_size
     layers = len(plan.stage.layers)
@@ -338,17 +338,19 @@ def _list_unknown_rates(
 
 @dataclass(frozen=True)
 class _Work:
-    """What one rank computes in a step: the numbers that its parts have in common."""
+    """Numbers that the parts of a rank's step have in common."""
 
     plan: Plan
     sequences: int
 
     @cached_property
     def shape(self) -> RankShape:
+        """Sizes of this rank's part of the model."""
         return self.plan.rank_shape
 
     @property
     def layers(self) -> int:
+        """Number of the stage's layers."""
         return len(self.plan.stage.layers)
 
     @property
@@ -358,10 +360,12 @@ class _Work:
 
     @property
     def tokens(self) -> int:
+        """Tokens of a step that this rank computes."""
         return self.sequences * self.shape.seq_length
 
     @property
     def element_bytes(self) -> int:
+        """Bytes of one activation."""
         return element_bytes(self.plan.precision)
 
     @property
@@ -392,7 +396,7 @@ class _Work:
 
     @property
     def attention_formula(self) -> str:
-        """Of attention_flops. A fused kernel leaves out the half that the mask hides."""
+        """The formula of attention_flops. A fused kernel leaves out the half that the mask hides."""
         half = "" if self.writes_scores else "/2"
         context = self.plan.layout.context
         ranks = f" / {context} ranks" if context > 1 else ""
@@ -423,7 +427,7 @@ class _Work:
 
     @cached_property
     def load(self) -> ExpertLoad | None:
-        """Of this rank's experts; None of a dense model."""
+        """Rows that this rank's experts compute; None of a dense model."""
         return plan_expert_load(self.plan)
 
     @cached_property
@@ -461,7 +465,7 @@ class _Work:
 
     @cached_property
     def fp8_share(self) -> float:
-        """Of this stage's layers, whose linear layers multiply in fp8."""
+        """Share of this stage's layers whose linear layers multiply in fp8."""
         return len(self.plan.fp8_layers) / max(self.layers, 1)
 
     @property
@@ -590,7 +594,7 @@ def _move_logits(work: _Work) -> StepPart:
 
 
 def _list_recomputed(work: _Work) -> Iterator[StepPart]:
-    """What is computed again takes time, but is no part of the FLOPs by which utilization is counted."""
+    """List what is computed again, which takes time, but is no part of the FLOPs by which utilization is counted."""
     again = work.recomputed
     selective = work.writes_scores and work.plan.args.model.recompute_granularity == "selective"
     attended = work.layers if selective else again
@@ -637,7 +641,7 @@ def _move(name: str, work: _Work, layers: int, num_bytes: int, in_backward: floa
 
 
 def _update_weights(parameters: int, precision: str, gradient_bytes: int, optimizer: OptimizerArgs) -> StepPart:
-    """One pass over the gradients for their norm and one for the update.
+    """Build the part of the update: a pass over the gradients for their norm, and one over the weights.
 
     The update reads and writes masters and moments and writes 16-bit weights: Adam in fp32 4 + 28, in fp16 2 + 28, in
     bf16 with fp32 gradients 4 + 30.
@@ -710,7 +714,7 @@ def _time_tied_embedding(
 def _time_state(
     plan: Plan, processor: Processor, exchanges: list[Exchange], forward_ms: float, backward_ms: float
 ) -> Iterator[TimeRow]:
-    """What data and context parallel ranks exchange of gradients and weights.
+    """Time what data and context parallel ranks exchange of gradients and weights.
 
     They do so for every micro-batch, or at the end of a step. Where ranks shard the model, each gets the sums of its
     share only, half of an all-reduce; forward hides the gathering at best. The word embedding's gradient is complete
@@ -750,11 +754,12 @@ class _TimedExchange:
 
     @property
     def milliseconds(self) -> float:
-        """Of one time."""
+        """Least time of one of these exchanges."""
         return self.route.milliseconds(self.exchange.num_bytes)
 
     @property
     def words(self) -> str:
+        """The exchange in words, and the links that it goes over."""
         return f"{self.exchange.formula}, {self.route.words}"
 
 
@@ -861,12 +866,12 @@ class Duration:
 
     @property
     def seconds(self) -> float:
-        """Wall time."""
+        """Wall time in seconds."""
         return self.tokens / self.tokens_per_s
 
     @property
     def days(self) -> float:
-        """Wall time."""
+        """Wall time in days."""
         return self.seconds / 3600 / 24
 
     @property
@@ -876,7 +881,14 @@ class Duration:
 
 
 def compute_duration(shape: ModelShape, tokens: int, gpus: int, tokens_per_s: float) -> Duration:
-    """Length and arithmetic of a training to so many tokens, at `tokens_per_s` of all GPUs together."""
+    """Compute length and arithmetic of a training to so many tokens.
+
+    Args:
+        shape: The model.
+        tokens: To train on.
+        gpus: Of the whole job.
+        tokens_per_s: Of all GPUs together.
+    """
     return Duration(
         tokens=tokens,
         gpus=gpus,

@@ -1,4 +1,4 @@
-"""What ranks exchange in a step, group by group, and how long that takes at least over the links between them.
+"""Lists what ranks exchange in a step, group by group, and how long that takes at least over the links between them.
 
 It is what every GPU has to send or to receive at least, over the slower of the links on the way: those within a node,
 and the network between nodes. Collectives of a few numbers (the norm, the loss, counts) are left out: their time is the
@@ -50,7 +50,7 @@ class Exchange:
 
     @property
     def formula(self) -> str:
-        """What is exchanged how often, as "8 all-gathers of 4.2 MB (weights)"."""
+        """Number, kind, size and meaning, as "8 all-gathers of 4.2 MB (weights)"."""
         return f"{count(self.times)} {self.kind}s of {self.num_bytes / 1e6:,.1f} MB ({self.what})"
 
 
@@ -242,7 +242,7 @@ def _find_route_over_link(kind: str, ranks: int, processor: Processor, link_gb_s
 
 
 def list_exchanges(plan: Plan) -> list[Exchange]:
-    """What this plan's rank exchanges in a step of the final global batch, without collectives of a few numbers."""
+    """List what one rank exchanges in a step of the final global batch, without collectives of a few numbers."""
     layout = plan.layout
     found: list[Exchange] = []
     if layout.tensor > 1:
@@ -376,7 +376,7 @@ def _sum_gradients_before_layers(plan: Plan, layers: _SplitLayers) -> Iterator[E
 
 
 def _spread_latent_vectors(plan: Plan, latent: LatentShape, layers: int, again: int) -> Iterator[Exchange]:
-    """What ranks exchange of the vectors from which all heads' queries, keys and values are made.
+    """List what ranks exchange of the vectors from which all heads' queries, keys and values are made.
 
     Ranks have some of the heads each; the part of keys that heads share is exchanged, too.
 

@@ -47,7 +47,7 @@ class ChangedPlan:
 
     @property
     def words(self) -> str:
-        """'--bf16 instead of --fp16', 'without --fp16', '' for no change."""
+        """The change in words: '--bf16 instead of --fp16', 'without --fp16', '' for no change."""
         added = " ".join(self.add)
         dropped = " ".join(self.drop)
         if added and dropped:
@@ -105,7 +105,7 @@ def _is_left_out(flag: Flag, value: object) -> bool:
 
 
 def build_variant(plan: Plan, processor: Processor | None = None, **changes: Any) -> Variant | None:
-    """As change_plan, with memory and time on a GPU."""
+    """Change a plan as change_plan does, and predict its memory, and its time on a GPU."""
     changed = change_plan(plan, changes)
     if changed is None:
         return None
@@ -185,7 +185,7 @@ def what_if(plan: Plan, processor: Processor | None = None) -> list[Variant]:
 
 
 def _list_changes(plan: Plan) -> Iterator[Changes]:
-    """One change each."""
+    """List variants of a plan, each with one change."""
     yield from (NO_RECOMPUTE, SELECTIVE, full_recompute(1, "uniform"))
     micro_batch = plan.args.training.micro_batch_size
     if micro_batch > 1:
@@ -236,6 +236,7 @@ class _Target:
 
     @property
     def layers(self) -> int:
+        """Layers of the whole model."""
         return self.plan.shape.num_layers
 
     @property
@@ -259,6 +260,11 @@ def fit(plan: Plan, processor: Processor, margin: float = MARGIN) -> Fit:
 
     The global batch stays, so a micro-batch must divide each rank's share of it. Where nothing fits, a change of
     training on top of what needs least; none of the model, which would be another one.
+
+    Args:
+        plan: Of the rank that holds most.
+        processor: The GPU.
+        margin: Share of its memory that stays free.
     """
     budget = int((processor.memory_gib or 0) * GIB * (1 - margin))
     target = _Target(plan, processor, budget)
@@ -276,7 +282,7 @@ def fit(plan: Plan, processor: Processor, margin: float = MARGIN) -> Fit:
 
 
 def _choose_sharing(target: _Target) -> Changes:
-    """What ranks share out before anything is computed twice.
+    """List what ranks share out before anything is computed twice.
 
     Nothing where it fits or cannot be, state where that is enough, else weights; a pipeline's weights cannot be shared
     out.

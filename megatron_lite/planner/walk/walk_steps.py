@@ -32,7 +32,7 @@ Step = Callable[[BeginPhase], object]  # does one training step, whose parts it 
 
 @dataclass(frozen=True)
 class Walked:
-    """What the walk of one rank's first steps leaves behind."""
+    """Snapshot and counts that the walk of one rank's first steps leaves behind."""
 
     snapshot: MemorySnapshot
     notes: tuple[str, ...] = ()  # what is not in it, in words
