@@ -187,7 +187,7 @@ INNER_ONE_BY_ONE = 8
 def _list_peaks_one_by_one(
     batch: MicroBatch, stream: int, kept: Counter[str]
 ) -> Iterator[tuple[str, Counter[str], int]]:
-    """List the peaks where experts come one after the other, and second matrices' gradients last (cpu_kernels/experts.py)."""
+    """List the peaks where experts come one after the other, and second matrices last (cpu_kernels/experts.py)."""
     e, _ = _get_experts(batch)
     first, second = count_expert_weights(batch)
     inner = _measure_rows(batch, e.ffn_hidden_size)

@@ -90,16 +90,17 @@ def fake_other_ranks(plan: Plan) -> Iterator[Groups]:
 
 
 @mark_memory(GRADIENT_BUFFER)
-class Bucket:
+class FakeBucket:
     """Gradients of some parameters in one buffer, with the methods of dist.GradBucket that communication hooks call."""
 
     def __init__(self, parameters: list[nn.Parameter]):
         first = parameters[0]
         self._parameters = parameters
         self.missing = len(parameters)
-        self._flat = torch.empty(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
-        parts = self._flat.split([p.numel() for p in parameters])
-        self._views = [part.view_as(p) for p, part in zip(parameters, parts)]
+        sizes = [parameter.numel() for parameter in parameters]
+        self._flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
+        parts = self._flat.split(sizes)
+        self._views = [part.view_as(parameter) for parameter, part in zip(parameters, parts)]
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters whose gradients it holds."""
@@ -123,7 +124,8 @@ class BucketedReplica:
         self.reducer = self
         self._reducing = False
         self._rebuilt = False
-        self._hook: Callable[[object, Bucket], object] = lambda _, bucket: dist.all_reduce(bucket.buffer(), group=group)
+        self._group = group
+        self._hook: Callable[[object, FakeBucket], object] = self._sum_up
         self._hook_state: object = None
         self._arrived: list[nn.Parameter] = []
         named = model.named_parameters()
@@ -132,7 +134,11 @@ class BucketedReplica:
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._arrive)
 
-    # Any: torch wants a hook written for dist.GradBucket, which nothing derives from, and a Bucket only resembles it
+    def _sum_up(self, _state: object, bucket: FakeBucket) -> None:
+        """Reduce a bucket by a sum, as DistributedDataParallel does where no hook is registered."""
+        dist.all_reduce(bucket.buffer(), group=self._group)
+
+    # Any: torch wants a hook written for dist.GradBucket, from which nothing derives; a FakeBucket only resembles it
     def register_comm_hook(self, state: object, hook: Callable[[Any, Any], object]) -> None:
         """Reduce buckets by `hook`."""
         self._hook_state = state
@@ -165,9 +171,9 @@ class BucketedReplica:
 
     def _lay_out(self, groups: list[list[nn.Parameter]]) -> None:
         """Make a bucket of each group of parameters."""
-        self._bucket_of: dict[nn.Parameter, tuple[Bucket, Tensor]] = {}
+        self._bucket_of: dict[nn.Parameter, tuple[FakeBucket, Tensor]] = {}
         for group in groups:
-            bucket = Bucket(group)
+            bucket = FakeBucket(group)
             self._bucket_of |= {p: (bucket, view) for p, view in zip(group, bucket.gradients())}
 
     @torch.no_grad()

@@ -74,8 +74,12 @@ class CollectiveCounter(TorchDispatchMode):
             return
         leaves = tree_leaves((args, result))
         groups = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf)]
-        name = next((leaf for leaf in reversed(leaves) if isinstance(leaf, str)), "")
-        group = dist.ProcessGroup.unbox(groups[0]) if groups else find_group(name)
+        if groups:
+            group = dist.ProcessGroup.unbox(groups[0])
+        else:
+            # functional collectives are given its name, behind all else
+            names = [leaf for leaf in leaves if isinstance(leaf, str)]
+            group = find_group(names[-1] if names else "")
         num_bytes = max(leaf.numel() * leaf.itemsize for leaf in leaves if isinstance(leaf, Tensor))
         self.add(kind, group, num_bytes)
 

@@ -62,8 +62,9 @@ def walk_plan(plan: Plan, steps: int, workspace: int) -> Walked:
         notes.append(f"{outside}, outside of torch's allocator, is not counted, {inside}")
     if plan.compilation.layers:
         notes.append("--torch-compile layers is not rehearsed: compiled layers hold less")
-    all_ranks_split_layers = plan.layout.tensor == plan.world.size
-    collectives = CollectiveCounter(TENSOR if all_ranks_split_layers else DATA)
+    collectives = CollectiveCounter(DATA)
+    if plan.layout.tensor == plan.world.size:
+        collectives = CollectiveCounter(TENSOR)
     with fake_other_ranks(plan) as groups:
         snapshot = walk(
             lambda: prepare(plan, groups, FakeBackend()),
@@ -143,7 +144,8 @@ def prepare(plan: Plan, groups: Groups, backend: Backend) -> Step:
     )
     micro_batches = min(plan.micro_batches(plan.train_samples), _count_different_micro_batches(plan))
     shortened = replace(plan, batch=BatchSchedule(plan.samples_per_pass * micro_batches))
-    step = TrainingStep(shortened, replica, optimizer, BatchMaker(plan.args.data, plan.layout, HOST, END_OF_DOCUMENT))
+    batch_maker = BatchMaker(plan.args.data, plan.layout, HOST, END_OF_DOCUMENT)
+    step = TrainingStep(shortened, replica, optimizer, batch_maker)
 
     def make_batches() -> Iterator[Tensor]:
         while True:
