@@ -65,8 +65,10 @@ def multiply(input_H: Tensor, weight_WH: Tensor, bias_W: Tensor | None = None) -
         return _multiply_widened(input_H, weight_WH, bias_W)
     if not _convolves(input_H, weight_WH.numel()):
         return F.linear(input_H, weight_WH, bias_W)
-    images = F.conv2d(_to_images(input_H), _to_filters(weight_WH), bias_W)
-    return _to_rows(images).view(*input_H.shape[:-1], -1)
+    filters = _to_filters(weight_WH)
+    images = F.conv2d(_to_images(input_H), filters, bias_W)
+    rows = _to_rows(images)
+    return rows.view(*input_H.shape[:-1], -1)
 
 
 def _multiply_widened(input_H: Tensor, weight_WH: Tensor, bias_W: Tensor | None) -> Tensor:
@@ -75,8 +77,11 @@ def _multiply_widened(input_H: Tensor, weight_WH: Tensor, bias_W: Tensor | None)
     result_W = input_H.new_empty(*input_H.shape[:-1], len(weight_WH))
     for start in range(0, len(weight_WH), WIDENED_BLOCK):
         block = slice(start, start + WIDENED_BLOCK)
-        bias = None if bias_W is None else bias_W[block].float()
-        result_W[..., block] = multiply(wide_H, weight_WH[block].float(), bias)
+        bias = None
+        if bias_W is not None:
+            bias = bias_W[block].float()
+        weight = weight_WH[block].float()
+        result_W[..., block] = multiply(wide_H, weight, bias)
     return result_W
 
 

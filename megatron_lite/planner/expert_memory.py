@@ -143,7 +143,7 @@ def _measure_routes(batch: MicroBatch, e: ExpertShape, load: ExpertLoad) -> int:
 
 
 def list_expert_peaks(batch: MicroBatch, stream: int, kept: Counter[str]) -> Iterator[tuple[str, Counter[str], int]]:
-    """(operation, what the layer holds there, elements of weights whose gradients are new) of a layer's backward.
+    """List (operation, what a layer holds there, elements of weights whose gradients are new) of its backward.
 
     Args:
         stream: Bytes of gradients of hidden states.
