@@ -90,6 +90,11 @@ MODELS = {  # name: (flags, largest difference of a loss to one rank)
     ),
     "fp32, recomputed": ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 2e-6),
     "fp32, per token": ("--calculate-per-token-loss", 2e-6),
+    "fp32, documents": ("--reset-attention-mask --reset-position-ids --eod-mask-loss", 2e-6),
+    "fp32, documents, llama": (f"{LLAMA} --reset-attention-mask --attention-backend local", 2e-6),
+    "fp32, window": ("--window-size 5,0 --window-attn-skip-freq 2", 2e-6),
+    "fp32, window, documents": (f"{LLAMA} --reset-attention-mask --window-size 5,0 --attention-backend flash", 2e-6),
+    "bf16, documents": ("--bf16 --reset-attention-mask --window-size 5,0", 5e-4),
     "fp32, masked ends": ("--eod-mask-loss --reset-position-ids", 2e-6),
     # one rank compiled beside itself in another order of sums: 2.9e-6
     "fp32, compiled": ("--torch-compile layers --torch-compile-backend aot_eager", 5e-6),

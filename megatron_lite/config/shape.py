@@ -22,6 +22,9 @@ def choose_losses(kinds: Iterable[str], coeffs: Iterable[float]) -> tuple[tuple[
     return tuple((kind, coeff) for kind, coeff in zip(kinds, coeffs) if kind in BALANCING_LOSSES and coeff)
 
 
+MIN_WINDOW_BLOCK = 128  # queries of an attention window that a CPU takes at a time
+
+
 @dataclass(frozen=True)
 class ExpertShape:
     """A mixture of experts in the place of some layers' MLP, and how tokens find theirs."""

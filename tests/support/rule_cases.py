@@ -131,11 +131,6 @@ BY_WORLD = [  # changes, world, the flag with which the answer begins
     ("--context-parallel-size 3", FOUR_RANKS, "does not divide the number of ranks, 4; start a multiple of 3"),
     ("--context-parallel-size 4 --seq-length 20", FOUR_RANKS, "--seq-length 20 is not divisible by 8, its pieces"),
     (
-        "--context-parallel-size 2 --reset-attention-mask --global-batch-size 8",
-        FOUR_RANKS,
-        "does not go with --reset-attention-mask",
-    ),
-    (
         "--tensor-model-parallel-size 3",
         FOUR_RANKS,
         "size 3: does not divide the number of ranks, 4; start a multiple of 3",
@@ -293,11 +288,6 @@ BY_WORLD = [  # changes, world, the flag with which the answer begins
         f"{PP2} --num-layers 8 --account-for-loss-in-pipeline-split --decoder-first-pipeline-num-layers 4",
         FOUR_RANKS,
         "--decoder-first-pipeline-num-layers and --account-for-loss-in-pipeline-split exclude each other; drop one",
-    ),
-    (
-        "--window-size 3,0 --context-parallel-size 2",
-        FOUR_RANKS,
-        "--window-size 3,0 does not go with --context-parallel-size 2: a window may lie on several ranks",
     ),
     (
         "--optimizer muon --tensor-model-parallel-size 2",
