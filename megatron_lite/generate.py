@@ -18,7 +18,7 @@ from megatron_lite.config.shape import ModelShape
 from megatron_lite.convert.folders import import_hf
 from megatron_lite.cpu_kernels.install import choose_cpu_kernels, install_kernels
 from megatron_lite.errors import UserError
-from megatron_lite.model.attention import Attend, Scope, sdpa_attention
+from megatron_lite.model.attention import Attend, Scope, explicit_attention, sdpa_attention
 from megatron_lite.model.experts import list_expert_biases, list_mixtures
 from megatron_lite.model.gpt import DTYPES, GPT
 
@@ -77,6 +77,18 @@ class Generator(GPT):
         values[:, :, self.start : end] = v_BGTD
         self.layer += 1
         window = self.shape.find_window(self.layer - 1)
+        if scope.offset_N is not None:
+            first = 0 if window is None else max(self.start - window, 0)
+            return explicit_attention(
+                q_BNTD,
+                keys[:, :, first:end],
+                values[:, :, first:end],
+                scope,
+                0.0,
+                layer_number,
+                fp32_softmax=False,
+                scale_by_layer=False,
+            )
         if not self.start:
             return sdpa_attention(q_BNTD, k_BGTD, v_BGTD, scope, 0.0, layer_number, backend=None, expand=True)
         # one query of each head, together with those that share its keys: they attend to all tokens so far

@@ -20,7 +20,9 @@ def skips_future_scores(shape: ModelShape, precision: str, masked: bool) -> bool
         precision: fp32, fp16 or bf16.
         masked: Whether attention takes a mask.
     """
-    if masked or shape.window is not None or shape.attention_dropout or shape.query_key_layer_scaling:
+    if masked or shape.window is not None or shape.softmax_type != "vanilla":
+        return False
+    if shape.attention_dropout or shape.query_key_layer_scaling:
         return False
     return precision == "fp32"
 

@@ -25,15 +25,23 @@ class Scope(NamedTuple):
 
     edges_E: Where documents begin and end, of find_document_edges: a query attends within its own. None: to all.
     window: How many tokens before itself a query attends to. None: all.
+    offset_N: Per head, a score that takes part in the softmax and adds nothing to its result, so that probabilities
+        sum to less than 1 (--softmax-type). None: there is none.
     """
 
     edges_E: Tensor | None = None
     window: int | None = None
+    offset_N: Tensor | None = None
 
     @property
     def is_causal(self) -> bool:
         """Whether positions alone decide, and all earlier ones are attended to."""
         return self.edges_E is None and self.window is None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether attention is causal and no more."""
+        return self.is_causal and self.offset_N is None
 
 
 CAUSAL = Scope()
@@ -162,10 +170,20 @@ def explicit_attention(
     scores = _compute_scores(q_BNTD, k_BNSD, scale, mask_B1TS)
     if fp32_softmax or scale_by_layer:
         scores = scores.float() * damping
-    probabilities = scores.softmax(dim=-1).to(v_BNSD.dtype)
+    probabilities = _compute_softmax(scores, scope.offset_N).to(v_BNSD.dtype)
     if dropout:
         probabilities = F.dropout(probabilities, dropout)
     return probabilities @ v_BNSD
+
+
+def _compute_softmax(scores_BNTS: Tensor, offset_N: Tensor | None) -> Tensor:
+    """The softmax over the last dimension, of which an offset per head takes its share."""
+    if offset_N is None:
+        return scores_BNTS.softmax(dim=-1)
+    batch, _, queries, _ = scores_BNTS.shape
+    offset_BNT1 = offset_N.to(scores_BNTS.dtype)[None, :, None, None].expand(batch, -1, queries, -1)
+    both = torch.cat((scores_BNTS, offset_BNT1), dim=-1)
+    return both.softmax(dim=-1)[..., :-1]
 
 
 def _compute_scores(q_BNTD: Tensor, k_BNSD: Tensor, scale: float, mask_B1TS: Tensor | None) -> Tensor:
@@ -203,6 +221,7 @@ def sdpa_attention(
     attention of the last positions' queries, as those of GPUs do; else it is a mask, too. layer_number is not needed:
     the fused kernels keep scores in fp32, so that dividing by it and multiplying back would change nothing.
     """
+    assert scope.offset_N is None, "flash_attention has it"
     if expand:
         k_BGSD = repeat_heads(k_BGSD, q_BNTD)
         v_BGSD = repeat_heads(v_BGSD, q_BNTD)

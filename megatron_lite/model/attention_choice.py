@@ -80,23 +80,20 @@ def choose_attention(
     Raises UserError if the flag names a kernel that cannot run with this device, dtype, shape, mask or dropout.
     """
     if backend in EXPLICIT_BACKENDS or (backend == "auto" and why_explicit):
-        function = partial(
-            explicit_attention,
-            fp32_softmax=shape.softmax_in_fp32,
-            scale_by_layer=shape.query_key_layer_scaling,
-        )
         asked = f"--attention-backend {backend} asks for the explicit kernel"
-        reason = why_explicit if backend == "auto" else asked
-        return Attend(function, EXPLICIT, (f"sdpa: {reason}",) if explain else ())
+        return _choose_explicitly(shape, explain, why_explicit if backend == "auto" else asked)
     if backend != "auto" and backend not in FORCED:
         raise UserError(f"--attention-backend {backend}: not one of auto, flash, fused, unfused, local; use auto")
+    has_offset = shape.softmax_type != "vanilla"
     probes = _probes(shape, batch, torch.device(device), dtype, masked)
     by_torch = partial(sdpa_attention, aligns_ends=on_gpu or torch.device(device).type == "cuda")
-    if masked and backend in ("auto", "flash"):
+    if (masked or has_offset) and backend in ("auto", "flash"):
         unmasked = replace(probes[0], mask_B1TT=None)
         choice, reason = _ask_torch(unmasked, SDPBackend.FLASH_ATTENTION)
         if choice == SDPBackend.FLASH_ATTENTION:
             return Attend(flash_attention, "sdpa flash")
+        if has_offset and backend == "auto":
+            return _choose_explicitly(shape, explain, f"flash cannot run here ({reason}), and no other knows offsets")
     if backend == "auto":
         return _choose_automatically(probes, by_torch, explain, pick)
     wanted = FORCED[backend]
@@ -105,6 +102,22 @@ def choose_attention(
         if choice == wanted:
             return Attend(partial(by_torch, backend=wanted, expand=bool(expand)), f"sdpa {NAMES[wanted]}")
     raise UserError(f"--attention-backend {backend}: cannot run here ({reason}); use --attention-backend auto")
+
+
+def _choose_explicitly(shape: ModelShape, explain: bool, reason: str) -> Attend:
+    """The explicit kernel.
+
+    Args:
+        shape: The model's.
+        explain: Whether to tell why.
+        reason: Why not torch's.
+    """
+    function = partial(
+        explicit_attention,
+        fp32_softmax=shape.softmax_in_fp32,
+        scale_by_layer=shape.query_key_layer_scaling,
+    )
+    return Attend(function, EXPLICIT, (f"sdpa: {reason}",) if explain else ())
 
 
 def _choose_automatically(

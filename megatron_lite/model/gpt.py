@@ -27,6 +27,14 @@ from megatron_lite.model.rotary import make_rotary_tables, rotate
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
+class CoreAttention(nn.Module):
+    """What attention's kernel needs of its own: with --softmax-type learnable, the offset of each head."""
+
+    def __init__(self, shape: ModelShape):
+        super().__init__()
+        self.softmax_offset = nn.Parameter(torch.empty(shape.num_attention_heads))
+
+
 class SelfAttention(nn.Module):
     """hidden_BTH -> BTH. The rows of linear_qkv are grouped: [queries of the group, its key, its value], per group.
 
@@ -45,6 +53,8 @@ class SelfAttention(nn.Module):
         self.rotary_interleaved = shape.rotary_interleaved
         # kernels scale scores by 1 / sqrt(D); queries make up for another scale
         self.query_scale = 1.0 if shape.softmax_scale is None else shape.softmax_scale * math.sqrt(shape.kv_channels)
+        self.softmax_type = shape.softmax_type
+        self.core_attention = CoreAttention(shape) if shape.softmax_type == "learnable" else None
         self.linear_qkv = nn.Linear(shape.hidden_size, shape.qkv_rows, bias=shape.qkv_bias)
         self.linear_proj = nn.Linear(shape.attention_width, shape.hidden_size, bias=shape.linear_bias)
         self.q_layernorm = Norm(shape.kv_channels, shape) if shape.qk_layernorm else None
@@ -77,10 +87,17 @@ class SelfAttention(nn.Module):
         if self.query_scale != 1:
             q_BNTD = q_BNTD * self.query_scale
         dropout = self.dropout if self.training else 0.0
-        scope = Scope(edges_E, self.window)
+        scope = Scope(edges_E, self.window, self._find_offset(q_BNTD))
         out_BNTD = self.attend.function(q_BNTD, k_BGTD, v_BGTD, scope, dropout, self.layer_number)
         projected_BTH: Tensor = self.linear_proj(out_BNTD.transpose(1, 2).flatten(2))
         return projected_BTH
+
+    def _find_offset(self, q_BNTD: Tensor) -> Tensor | None:
+        """The offset of each head's softmax, offset_N; None: there is none."""
+        if self.core_attention is not None:
+            return self.core_attention.softmax_offset
+        # exp(0) = 1
+        return q_BNTD.new_zeros(q_BNTD.shape[1]) if self.softmax_type == "off-by-one" else None
 
     def _project(self, hidden_BTH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(q_BNTD, k_BGTD, v_BGTD)."""

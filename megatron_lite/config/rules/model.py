@@ -51,6 +51,8 @@ def _check_attention_kernel(args: Args, on_gpu: bool) -> Iterator[str]:
         yield f"{backend} is cuDNN's, which needs a GPU and this machine shows none; use --attention-backend auto."
     elif kind in ("flash", "fused") and on_gpu and not in_16_bits:
         yield f"{backend} needs --bf16 or --fp16 on a GPU; add one, or use --attention-backend auto."
+    elif kind == "fused" and m.softmax_type != "vanilla":
+        yield f"{backend} has no offsets of --softmax-type {m.softmax_type}; use --attention-backend auto."
     elif kind == "fused" and on_gpu and (args.data.reset_attention_mask or m.window_size is not None):
         flag = "--reset-attention-mask" if args.data.reset_attention_mask else f"--window-size {m.window_size}"
         yield f"{backend} has no documents or windows, which {flag} asks for; use --attention-backend auto."
@@ -191,6 +193,7 @@ def _check_custom_model(args: Args) -> Iterator[str]:
         "--torch-compile layers": args.training.torch_compile == "layers",
         "--use-mup": m.use_mup,
         "--window-size": m.window_size is not None,
+        f"--softmax-type {m.softmax_type}": m.softmax_type != "vanilla",
         "--optimizer muon": args.optimizer.optimizer == "muon",
         "--log-throughput": args.watch.log_throughput,
         "--decoupled-lr": args.optimizer.decoupled_lr is not None,
