@@ -162,7 +162,11 @@ BY_WORLD = [  # changes, world, the flag with which the answer begins
     ),
     ("--attention-backend flash", ONE_GPU, "--attention-backend flash needs --bf16 or --fp16 on a GPU"),
     ("--attention-backend fused", ONE_GPU, "--attention-backend fused needs --bf16 or --fp16 on a GPU"),
-    ("--attention-backend flash --bf16 --reset-attention-mask", ONE_GPU, "--attention-backend flash has no masks"),
+    (
+        "--attention-backend fused --bf16 --softmax-type learnable",
+        ONE_GPU,
+        "--attention-backend fused has no offsets of --softmax-type learnable",
+    ),
     ("--global-batch-size 12", FOUR_RANKS, "--global-batch-size 12 is not divisible by --micro-batch-size 2 times"),
     (
         "--use-distributed-optimizer --use-torch-fsdp2",

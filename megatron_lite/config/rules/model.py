@@ -53,9 +53,6 @@ def _check_attention_kernel(args: Args, on_gpu: bool) -> Iterator[str]:
         yield f"{backend} needs --bf16 or --fp16 on a GPU; add one, or use --attention-backend auto."
     elif kind == "fused" and m.softmax_type != "vanilla":
         yield f"{backend} has no offsets of --softmax-type {m.softmax_type}; use --attention-backend auto."
-    elif kind == "fused" and on_gpu and (args.data.reset_attention_mask or m.window_size is not None):
-        flag = "--reset-attention-mask" if args.data.reset_attention_mask else f"--window-size {m.window_size}"
-        yield f"{backend} has no documents or windows, which {flag} asks for; use --attention-backend auto."
     elif kind == "flash" and not on_gpu and m.attention_dropout:
         yield f"{backend} has no dropout on a CPU; add --attention-dropout 0, or use --attention-backend auto."
 
