@@ -90,7 +90,7 @@ def find_launch(words: list[str], environment: Mapping[str, str], job: Job | Non
     before, flags = parts
     own = dict(word.split("=", 1) for word in before if ASSIGNMENT.match(word))
     under_nsys = any(_name_program(word) == "nsys" for word in before)
-    return Launch(tuple(flags), _count_ranks(before, job or Job()), {**environment, **own}, under_nsys)
+    return Launch(tuple(flags), count_ranks(before, job or Job()), {**environment, **own}, under_nsys)
 
 
 def begins_command(word: str) -> bool:
@@ -121,7 +121,7 @@ def _count_included(text: str) -> ProcessCounts:
     return ProcessCounts(max(len(number.split(",")) for number in numbers), len(hosts))
 
 
-def _count_ranks(words: list[str], job: Job) -> ProcessCounts:
+def count_ranks(words: list[str], job: Job) -> ProcessCounts:
     """Count nodes and ranks by the launcher's words and the job that the script asks for. Plain python is one
     process."""
     options = read_options(words)

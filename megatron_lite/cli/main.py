@@ -39,6 +39,10 @@ COMMANDS = {  # name: (module and function, which takes argv and may return an e
         "cli.plan:run",
         "predict from a launch command: does it fit, how fast can it be, what to change",
     ),
+    "fit": (
+        "cli.fit:run",
+        "walk any PyTorch training script without a GPU: does it fit, what holds memory",
+    ),
     "report": (
         "cli.report:run",
         "explain why a run is slow and why memory peaks: from run folders, traces, snapshots",

@@ -16,9 +16,8 @@ from megatron_lite.formats.file_names import RUN_FILE
 from megatron_lite.formats.watch_request import WatchRequest, encode_request
 from megatron_lite.process_folder import release_process_folder
 from megatron_lite.terminal import print_lines
-from megatron_lite.variables import WATCH, prepend_python_path
+from megatron_lite.variables import BOOTSTRAP, WATCH, prepend_python_path
 
-BOOTSTRAP = Path(__file__).parents[1] / "watch" / "bootstrap"  # what Python runs first in processes of the command
 SIGNALED = 128  # plus the signal's number: exit codes, as shells give them
 
 
@@ -41,7 +40,7 @@ def run(argv: list[str]) -> int:
     add("--memory", action="store_true", help="also record a memory snapshot of these steps")
     add("--run-dir", metavar="FOLDER", help="folder of the recording [watched/TIME]")
     add("--no-report", action="store_true", help="record only, without a report")
-    at = _find_command(parser, argv)
+    at = find_command(parser, argv)
     options = parser.parse_args(argv[:at])
     command = argv[at:]
     if command[:1] == [END]:
@@ -84,7 +83,7 @@ def _read_time_of_record(folder: Path) -> int | None:
     return record.stat().st_mtime_ns if record.exists() else None
 
 
-def _find_command(parser: Parser, argv: list[str]) -> int:
+def find_command(parser: Parser, argv: list[str]) -> int:
     """Where the options of watch end: at --, or at the first word that is neither an option nor its value."""
     actions = {name: action for action in parser._actions for name in action.option_strings}
     at = 0

@@ -32,6 +32,8 @@ class Processor:
         None  # to other nodes, one direction: what the maker's own system has for each of its GPUs
     )
 
+    capability: float | None = None  # NVIDIA's compute capability (developer.nvidia.com/cuda-gpus); None: another maker
+
     @property
     def memory_bytes(self) -> int:
         """Memory of one GPU; 0 where it is not known."""

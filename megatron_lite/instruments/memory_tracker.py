@@ -34,10 +34,14 @@ from megatron_lite.phases import RECOMPUTE, Phase
 FORWARD = Phase.FORWARD.value
 BACKWARD = Phase.BACKWARD.value
 FRESH = ("aten::lift_fresh", "aten::resize_")  # their result is an argument, and its memory may be new all the same
+STAND_INS = "megatron_lite/fit/"  # files whose functions stand in the place of torch's: no stack shows them
 # code that records, or calls what records, is left out of stacks
 RECORDERS = (
     "megatron_lite/instruments/",
+    STAND_INS,
+    "megatron_lite/planner/walk/kernels.py",
     "megatron_lite/planner/walk/tracker.py",
+    "/torch/_ops.py",
     "/torch/utils/_python_dispatch.py",
     "/torch/_compile.py",
     "/torch/_dynamo/eval_frame.py",
@@ -90,7 +94,7 @@ class Stacks:
             code = frame.f_code
             self._codes[id(code)] = code
             began = began or not any(part in code.co_filename for part in RECORDERS)
-            if began:
+            if began and STAND_INS not in code.co_filename:
                 found: Frame = {"filename": code.co_filename, "line": frame.f_lineno or 0, "name": code.co_name}
                 frames.append(self._frames.setdefault((id(code), frame.f_lasti), found))
             frame = frame.f_back
@@ -105,7 +109,8 @@ class StorageTracker(TorchDispatchMode):
         most: Events that are kept.
     """
 
-    STORAGES = "cpu"  # the device of those that are watched
+    DEVICE = "cpu"  # of the tensors that are watched
+    STORAGES = "cpu"  # the device that their storages name
 
     def __init__(self, place: StepMarks, most: int) -> None:
         TorchDispatchMode.__init__(self)
@@ -225,7 +230,11 @@ class StorageTracker(TorchDispatchMode):
             self._module_of.setdefault(torch._C._autograd._get_sequence_nr() - 1, self._place.module)
         several = results if type(results) is tuple or type(results) is list else (results,)
         for result in several:
-            if not isinstance(result, Tensor) or result.device.type != "cpu" or result.layout is not torch.strided:
+            if (
+                not isinstance(result, Tensor)
+                or result.device.type != self.DEVICE
+                or result.layout is not torch.strided
+            ):
                 continue
             if is_traceable_wrapper_subclass(result):  # such as a DTensor, whose own storage holds nothing
                 continue

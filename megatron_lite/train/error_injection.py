@@ -53,7 +53,7 @@ class InjectingStep:
         return self._step.leaves_out(iteration)
 
     def draw(self, batches: Iterator[Tensor], consumed: int, phase: BeginPhase) -> int:
-        """Draw the batch of a step that is left out; returns its samples. See LoopStep.draw."""
+        """Draw the batch of a step that is left out; returns its samples. The arguments are those of LoopStep.draw."""
         return self._step.draw(batches, consumed, phase)
 
     def __call__(self, batches: Iterator[Tensor], consumed: int, phase: BeginPhase) -> StepResult:

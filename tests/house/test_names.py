@@ -38,7 +38,6 @@ STILL_SEVERAL = {
     "MIN_TRACED_STEPS",
     "NEVER_NS",
     "OTHER",
-    "PIPELINE",
     "SHARE_OF_STEP",
     "SIXTEEN_BITS",
     "SMALL_BYTES",

@@ -3,18 +3,16 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lite.config.layout import is_of_experts
 from megatron_lite.config.plan import Plan
 from megatron_lite.marks import GRADIENT_BUFFER, mark_memory
-from megatron_lite.model.attention import Attend, Scope
+from megatron_lite.model.attention import Attend
 from megatron_lite.model.experts import RouteReader
 from megatron_lite.model.gpt import DTYPES, GPT
 from megatron_lite.model.kernels import Kernels
@@ -24,7 +22,6 @@ from megatron_lite.planner.walk.even_routing import make_even_reader
 from megatron_lite.train.choose_kernels import choose_losses, choose_plan_attention
 from megatron_lite.units import MIB
 
-FLASH = "sdpa flash"  # as choose_attention names it
 HOST = torch.device("cpu")  # tensors without data are said to lie here, whatever device they stand for
 
 
@@ -40,10 +37,7 @@ class FakeBackend:
             # torch refuses cuDNN's attention without a GPU; what torch takes otherwise keeps the same tensors
             model = replace(model, attention_backend="auto")
             plan = replace(plan, args=replace(plan.args, model=model))
-        attend = choose_plan_attention(plan, HOST, kernels)
-        if attend.name == FLASH and plan.masks_attention:
-            return replace(attend, function=partial(_attend_without_data, attend.function, plan.device == "cuda"))
-        return attend
+        return choose_plan_attention(plan, HOST, kernels)
 
     def choose_losses(self, plan: Plan, kernels: Kernels, tensor: TensorGroup | None) -> Callable[..., Tensor]:
         """Choose the loss that is not compiled."""
@@ -71,32 +65,6 @@ class FakeBackend:
         return BucketedReplica(model, bucket_mib, group)
 
 
-def _attend_without_data(
-    function: Callable[..., Tensor],
-    on_gpu: bool,
-    q_BNTD: Tensor,
-    k_BGSD: Tensor,
-    v_BGSD: Tensor,
-    scope: Scope,
-    dropout: float,
-    layer_number: int,
-) -> Tensor:
-    """Attend with the memory of flash kernels, which depends on neither documents nor, on a GPU, windows.
-
-    Args:
-        function: The kernel; what follows `on_gpu` is as in Attend.
-        on_gpu: Whether the plan's device is a GPU.
-    """
-    if not on_gpu:
-        out_BNTD = function(q_BNTD, k_BGSD, v_BGSD, scope._replace(edges_E=None), dropout, layer_number)
-        # the results of documents are put together
-        return out_BNTD if scope.edges_E is None else out_BNTD.clone()
-    is_grouped = q_BNTD.shape[1] != k_BGSD.shape[1]
-    return F.scaled_dot_product_attention(
-        q_BNTD, k_BGSD, v_BGSD, dropout_p=dropout, is_causal=True, enable_gqa=is_grouped
-    )
-
-
 @contextlib.contextmanager
 def fake_other_ranks(plan: Plan) -> Iterator[Groups]:
     """Make collectives inside the block end at once, over torch's fake process group.
@@ -115,10 +83,11 @@ def fake_other_ranks(plan: Plan) -> Iterator[Groups]:
 
 # --- a stand-in for DistributedDataParallel
 #
-# It holds what torch 2.13's reducer holds with gradient_as_bucket_view (torch/csrc/distributed/c10d/reducer.cpp): all
-# gradients in one bucket at first, then, from the second forward on, in buckets filled in the order in which gradients
-# came. A gradient is computed as a tensor of its own, copied into its bucket and from then on a view of it. Those of
-# micro-batches that are not reduced stay tensors of their own until the last one. What NCCL takes is outside of torch.
+# It holds what torch 2.13's reducer holds (torch/csrc/distributed/c10d/reducer.cpp): all gradients in one bucket at
+# first, then, from the second forward on, in buckets filled in the order in which gradients came. A gradient is
+# computed as a tensor of its own and copied into its bucket; with gradient_as_bucket_view it is a view of the bucket
+# from then on, without it stays beside. Those of micro-batches that are not reduced stay tensors of their own until the
+# last one. What NCCL takes is outside of torch.
 
 
 @mark_memory(GRADIENT_BUFFER)
@@ -148,9 +117,17 @@ class FakeBucket:
 
 
 class BucketedReplica:
-    """A stand-in for DistributedDataParallel with gradient_as_bucket_view, and for its reducer."""
+    """A stand-in for DistributedDataParallel, and for its reducer.
 
-    def __init__(self, model: nn.Module, bucket_mib: float, group: dist.ProcessGroup | None):
+    Args:
+        model: Whose gradients are averaged.
+        bucket_mib: Size of a bucket, in MiB.
+        group: The ranks that average; None: all.
+        keeps_views: gradient_as_bucket_view: gradients are views of their buckets.
+    """
+
+    def __init__(self, model: nn.Module, bucket_mib: float, group: dist.ProcessGroup | None, keeps_views: bool = True):
+        self._keeps_views = keeps_views
         self._model = model
         self._cap = int(bucket_mib * MIB)
         self.reducer = self
@@ -185,7 +162,7 @@ class BucketedReplica:
         self._reducing = True
         self._unreduced = len({bucket for bucket, _ in self._bucket_of.values()})
 
-    def __call__(self, *inputs: Tensor | None) -> Tensor:
+    def __call__(self, *inputs: object, **named: object) -> Tensor:
         if self._arrived and not self._rebuilt:
             self._rebuilt = True
             self._bucket_of.clear()
@@ -198,7 +175,7 @@ class BucketedReplica:
                 groups[-1].append(parameter)
                 filled += parameter.numel() * parameter.element_size()
             self._lay_out(groups)
-        result: Tensor = self._model(*inputs)
+        result: Tensor = self._model(*inputs, **named)
         return result
 
     def _lay_out(self, groups: list[list[nn.Parameter]]) -> None:
@@ -218,7 +195,9 @@ class BucketedReplica:
         bucket, view = self._bucket_of[parameter]
         computed = parameter.grad  # autograd holds it until the bucket is on its way
         assert computed is not None
-        parameter.grad = view.copy_(computed)
+        view.copy_(computed)
+        if self._keeps_views:
+            parameter.grad = view
         bucket.missing -= 1
         if not bucket.missing:
             bucket.missing = len(bucket.parameters())

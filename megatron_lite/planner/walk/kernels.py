@@ -128,13 +128,6 @@ def cuda_attention(
     Returns:
         (B, N, T, D).
     """
-    if attn_mask is not None:
-        from torch.nn.attention.bias import CausalBias  # takes a second
-
-        if isinstance(attn_mask, CausalBias):
-            # causal from the end, which kernels know
-            attn_mask = None
-            is_causal = True
     choice = cuda_choice(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     width = q.shape[-1]
     factor = width**-0.5 if scale is None else scale
@@ -389,7 +382,7 @@ def _autograd_adds(first: object) -> bool:
 
 
 @contextlib.contextmanager
-def replace_kernels(device: str) -> Iterator[None]:
+def replace_kernels(device: str, key: str = KEY) -> Iterator[None]:
     """Inside the block, operations on CPU tensors are those of a device.
 
     For fake tensors only: real ones cannot run what a CPU has no kernel for.
@@ -399,7 +392,7 @@ def replace_kernels(device: str) -> Iterator[None]:
     """
     with torch.library._scoped_library("aten", "IMPL") as library:
         for name, function in ON[device].items():
-            library.impl(name, function, KEY)
+            library.impl(name, function, key)
         for name in UPDATES:
             library.impl(name, lambda *arguments, **options: None, "Meta")
         yield

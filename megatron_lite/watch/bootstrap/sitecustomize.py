@@ -1,11 +1,12 @@
-"""Starts watching in every process of a watched command: Python runs this file first, because its folder is the first
-in PYTHONPATH.
+"""Starts watching, or walking, in every process of a command: Python runs this file first, because its folder is the
+first in PYTHONPATH.
 
 It waits until torch is imported. Processes without torch pay nothing, and no failure of it reaches the script.
 """
 
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
@@ -13,6 +14,8 @@ from pathlib import Path
 from types import ModuleType
 
 PACKAGE_PARENT = Path(__file__).parents[3]
+WALK = "MEGATRON_LITE_FIT"  # the variable of fit's requests; megatron_lite.variables has it, too
+CANNOT_WALK = 1  # exit code
 EXECUTE = "exec_module"  # the method of a module's loader that runs its code
 
 
@@ -35,20 +38,29 @@ class AfterTorch:
 
             def execute_and_watch(module: ModuleType) -> None:
                 execute(module)
-                start_watching()
+                start()
 
             setattr(spec.loader, EXECUTE, execute_and_watch)
         return spec
 
 
-def start_watching() -> None:
-    """Watch this process, which has imported torch."""
+def start() -> None:
+    """Watch or walk this process, which has imported torch."""
+    walks = WALK in os.environ
     try:
         if importlib.util.find_spec("megatron_lite") is None:
             sys.path.append(str(PACKAGE_PARENT))
-        importlib.import_module("megatron_lite.watch.this_process").watch_this_process()
-    except Exception as error:  # noqa: BLE001 - the script has to run, watched or not
-        print(f"megatron-lite watch: this process is not watched: {error}", file=sys.stderr)
+        if walks:
+            importlib.import_module("megatron_lite.fit.this_process").walk_this_process()
+        else:
+            importlib.import_module("megatron_lite.watch.this_process").watch_this_process()
+    except Exception as error:  # noqa: BLE001 - a script has to run, watched or not
+        if not walks:
+            print(f"megatron-lite watch: this process is not watched: {error}", file=sys.stderr)
+            return
+        # it must not train instead
+        print(f"megatron-lite fit: this process is not walked: {type(error).__name__}: {error}", file=sys.stderr)
+        os._exit(CANNOT_WALK)
 
 
 def run_the_next() -> None:

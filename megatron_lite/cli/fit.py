@@ -1,0 +1,109 @@
+"""`megatron-lite fit` finds out whether a training script fits into a GPU that is not there."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from megatron_lite.cli.batch_systems import Job
+from megatron_lite.cli.launcher import END, count_ranks
+from megatron_lite.cli.parser import Parser, write_json
+from megatron_lite.cli.watch import find_command
+from megatron_lite.errors import UserError
+from megatron_lite.formats.hardware import Processor
+from megatron_lite.live_line import LiveLine
+from megatron_lite.planner.find_processors import find_processors
+from megatron_lite.planner.fit_results import FitReport, GpuRoom, WalkedChange
+from megatron_lite.planner.script_walks import Walker
+from megatron_lite.report.fit_terminal import fit_lines
+from megatron_lite.report.text import get_style
+from megatron_lite.terminal import print_lines
+
+DEFAULT_GPU = "H100"
+TORCHRUN = "torchrun"
+DOES_NOT_FIT = 1  # exit code
+
+
+def run(argv: list[str]) -> int:
+    """Walk the command, print whether it fits.
+
+    Returns:
+        0; 1 where it does not fit into one of the GPUs.
+
+    Raises:
+        UserError: There is no command, or it cannot be walked.
+    """
+    options, command = _read_options(argv)
+    processors = [] if options.cpu else _list_processors(options.gpu or [DEFAULT_GPU])
+    command, ranks = _take_first_rank(command)
+    walker = Walker(tuple(command), processors[0] if processors else None, ranks)
+    line = LiveLine()
+    began = time.monotonic()
+    line.draw(f"{' '.join(command)} ...")
+    record = walker.walk(quiet=not options.output, snapshot=options.snapshot or "")
+    line.wipe()
+    if record.failure:
+        raise UserError(f"megatron-lite fit: {record.failure}")
+    seconds = time.monotonic() - began
+    largest = None
+    why_no_batch = ""
+    changes: tuple[WalkedChange, ...] = ()
+    if processors and not options.quick:
+        largest, why_no_batch = walker.find_largest_batch(record, line.draw)
+        changes = walker.walk_changes(record, line.draw)
+        line.wipe()
+    rooms = tuple(GpuRoom(processor, record.reserved_peak_bytes) for processor in processors)
+    report = FitReport(" ".join(command), record, rooms, largest, why_no_batch, changes, seconds)
+    written = write_json(options.json, msgspec.to_builtins(report))
+    print_lines([*fit_lines(report, get_style(sys.stdout)), *written])
+    return 0 if all(room.fits for room in rooms) else DOES_NOT_FIT
+
+
+def _take_first_rank(command: list[str]) -> tuple[list[str], int]:
+    """Replace torchrun by the command of its first rank. Returns it and the number of ranks.
+
+    UserError where torchrun does not say it.
+    """
+    if Path(command[0]).name != TORCHRUN:
+        return command, 1
+    at = next((at for at, word in enumerate(command) if word in ("-m", "--module") or word.endswith(".py")), 0)
+    ranks = count_ranks(command[:at], Job()).size
+    if not at or ranks is None:
+        raise UserError("megatron-lite fit: torchrun does not say how many ranks run which script; give both.")
+    return [sys.executable, *command[at:]], ranks
+
+
+def _list_processors(names: list[str]) -> list[Processor]:
+    """List the GPUs that were named. UserError for those that are not NVIDIA's: their kernels are others."""
+    found = find_processors(names)
+    for processor in found:
+        if processor.capability is None:
+            raise UserError(f"--gpu {processor.name}: only NVIDIA's GPUs can be walked; name one of them.")
+    return found
+
+
+def _read_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = Parser(
+        "fit",
+        "Runs a training script unchanged on a GPU that is not there, with tensors that have no data, until its "
+        "optimizer has stepped twice. Reports whether it fits, what holds memory at the peak, the largest batch, and "
+        "what one change would give.",
+    )
+    parser.usage = "megatron-lite fit [OPTIONS] [--] COMMAND ..."
+    add = parser.add_argument
+    add("--gpu", action="append", metavar="NAME", help=f"the script finds the first one named [{DEFAULT_GPU}]")
+    add("--cpu", action="store_true", help="walk it as on the CPU instead")
+    add("--quick", action="store_true", help="walk it once: neither other batches nor changes")
+    add("--snapshot", metavar="FILE", help="write a memory snapshot for pytorch.org/memory_viz")
+    add("--json", metavar="FILE", help="write the answer as JSON, too")
+    add("--output", action="store_true", help="show what the script prints")
+    at = find_command(parser, argv)
+    options = parser.parse_args(argv[:at])
+    command = argv[at:]
+    if command[:1] == [END]:
+        command = command[1:]
+    if not command:
+        raise UserError("megatron-lite fit: no command; megatron-lite fit -- python train.py walks it.")
+    return options, command

@@ -1,0 +1,214 @@
+"""Gives tensors of the device no data, and those of the host theirs.
+
+What a script computes on the host, such as its batches and their order, is computed. What it moves to the device, and
+what comes of that, has a shape, a type and a place, and no values: torch's FakeTensor. Weights are made without values
+wherever they are made, since nobody reads them.
+"""
+
+import os
+import sys
+from collections.abc import Iterable
+from types import FrameType
+from typing import TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from megatron_lite.fit.stand_ins import get_function, put_in_place
+from megatron_lite.fit.unknown_values import ORDINARY_NUMBER, Branches, refuse_values
+
+MODULE_FILES = "/torch/nn/modules/"  # files whose empty tensors are weights
+MAX_DEPTH = 6  # frames between such a file and a mode
+MAKE_EMPTY = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default)
+READ_VALUE = torch.ops.aten._local_scalar_dense.default
+MOVE = torch.ops.aten._to_copy.default
+ASK_DEVICE = torch.ops.prim.device.default
+ORIGINAL = "original"  # attribute of a tensor without data: that of the host which it stands for
+Operation = OpOverload[..., object]
+
+
+class WithoutData(FakeTensorMode):
+    """torch's mode for tensors without data. A process has one: copies of a tensor belong to it, too."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "WithoutData":
+        return self
+
+
+class MovedBatch:
+    """The leading size of what a script moves to the GPU: its batch.
+
+    Args:
+        original: That of the script, where it is to be changed; 0: it stays.
+        wanted: What it becomes.
+
+    Attributes:
+        size: That of the first tensor that moved; 0: none has.
+    """
+
+    def __init__(self, original: int = 0, wanted: int = 0) -> None:
+        self.size = 0
+        self._original = original
+        self._wanted = wanted
+
+    def resize(self, tensor: object) -> object:
+        """Give a tensor that moves to the GPU the size that is wanted.
+
+        Args:
+            tensor: Without data.
+        """
+        if not isinstance(tensor, Tensor) or not tensor.dim():
+            return tensor
+        self.size = self.size or tensor.shape[0]
+        if not self._original or tensor.shape[0] != self._original:
+            return tensor
+        return tensor.new_empty((self._wanted, *tensor.shape[1:]))
+
+
+class DeviceTensors(TorchDispatchMode):
+    """Runs operations without data, if one of their tensors has none or is to be on the GPU.
+
+    Args:
+        without_data: torch's mode for such operations.
+        batch: Is told of tensors that the script moves to the GPU, and may change their size.
+        branches: Is told of lines that copy unknown values to the host.
+    """
+
+    def __init__(self, without_data: WithoutData, batch: "MovedBatch", branches: Branches) -> None:
+        TorchDispatchMode.__init__(self)
+        self._without_data = without_data
+        self._batch = batch
+        self._branches = branches
+        self._is_child = False
+        self._moving_modules = 0  # calls of Module.to and its kin that are open
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Tell torch that this mode has nothing to do with compiled code."""
+        return True
+
+    def start(self) -> None:
+        """Start, for the rest of the process. Its children, such as workers of loaders, compute as ever."""
+        TorchDispatchMode.__enter__(self)
+        # a tensor that is made of numbers is made on the host and then moved, so that its move is seen
+        torch._C._set_only_lift_cpu_tensors(True)
+        os.register_at_fork(after_in_child=self._become_child)
+        self._see_moving_modules()
+
+    def _see_moving_modules(self) -> None:
+        """Tell weights and buffers that move to the GPU from batches that do."""
+        move = get_function(nn.Module, "_apply")
+
+        def move_module(module: nn.Module, *arguments: object, **named: object) -> object:
+            self._moving_modules += 1
+            try:
+                return move(module, *arguments, **named)
+            finally:
+                self._moving_modules -= 1
+
+        put_in_place(nn.Module, "_apply", move_module)
+
+    def _become_child(self) -> None:
+        self._is_child = True
+
+    def __torch_dispatch__(
+        self,
+        func: Operation,
+        types: Iterable[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        named = kwargs or {}
+        if named.get("pin_memory"):
+            # memory of the host that a GPU reads directly is memory of the host
+            named = named | {"pin_memory": False}
+        if func is ASK_DEVICE or self._is_child or not self._is_without_data(func, args, named):
+            return func(*args, **named)
+        if func is READ_VALUE:
+            refuse_values("values")
+        if func._schema.is_mutable and args and _has_data(args[0]):
+            return self._fill(args[0])
+        is_moved = func is MOVE and not isinstance(args[0], FakeTensor) and not self._moving_modules
+        args, named = tree_map_only(Tensor, self.drop_data, (args, named))
+        if is_moved:
+            args = (self._batch.resize(args[0]), *args[1:])
+        with self._without_data:
+            return func(*args, **named)
+
+    def drop_data(self, tensor: Tensor) -> Tensor:
+        """Make a tensor without data of one that has them; the memory of the latter is held as long as the former is.
+
+        Args:
+            tensor: Any. One without data is returned as it is.
+        """
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        converted = self._without_data.from_tensor(tensor.detach())
+        setattr(converted, ORIGINAL, tensor)
+        return converted
+
+    def _fill(self, changed: Tensor) -> Tensor:
+        """Change a tensor of the host in place, by values that nobody knows: ordinary ones are put there."""
+        self._branches.note_copy()
+        ordinary = 0 if changed.dtype is torch.bool else ORDINARY_NUMBER
+        return changed.fill_(ordinary)
+
+    def _is_without_data(self, func: Operation, args: tuple[object, ...], named: dict[str, object]) -> bool:
+        """Whether an operation takes or gives a tensor without data."""
+        device = named.get("device")
+        if isinstance(device, torch.device) and device.type == "cuda":
+            return True
+        if any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, named))):
+            return True
+        return func in MAKE_EMPTY and _makes_weights()
+
+
+def _has_data(value: object) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and not isinstance(value, FakeTensor)
+
+
+def _makes_weights() -> bool:
+    """Whether one of torch's modules calls, as it does for its weights."""
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(MAX_DEPTH):
+        if frame is None:
+            return False
+        if MODULE_FILES in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def make_weights_without_data(tensors: DeviceTensors, without_data: WithoutData) -> None:
+    """Let parameters have no data whatever they are made of, and stay the same objects when they move to the device.
+
+    For the rest of the process.
+
+    Args:
+        tensors: Drops the data.
+        without_data: torch's mode for tensors without data.
+    """
+    make = get_function(nn.Parameter, "__new__")
+    swap = get_function(torch.utils, "swap_tensors")
+    converter = without_data.fake_tensor_converter.meta_converter
+
+    def make_parameter(cls: type, data: Tensor | None = None, requires_grad: bool = True) -> Tensor:
+        if data is not None and type(data) in (Tensor, nn.Parameter):
+            data = without_data.from_tensor(data.detach())
+        made: Tensor = make(cls, data, requires_grad)
+        return made
+
+    def swap_tensors(first: Tensor, second: Tensor) -> None:
+        # torch refuses to swap what a weak reference points to
+        converter.tensor_memo.clear()
+        converter.describer.lookup_tensor.clear()
+        swap(first, second)
+
+    put_in_place(nn.Parameter, "__new__", staticmethod(make_parameter))
+    put_in_place(torch.utils, "swap_tensors", swap_tensors)

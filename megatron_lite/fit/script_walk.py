@@ -1,0 +1,162 @@
+"""Walks a training script that knows nothing of it, and records the memory of its device.
+
+The script runs unchanged in this process: on a GPU that is not there, or on the CPU, with tensors that have no data.
+For comparison it can run with data, on the CPU.
+"""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megatron_lite.caching_allocator import Allocation, rounded
+from megatron_lite.errors import UserError
+from megatron_lite.fit.cuda_answers import answer_as
+from megatron_lite.fit.device_tensors import DeviceTensors, MovedBatch, WithoutData, make_weights_without_data
+from megatron_lite.fit.driverless_cuda import CannotPretend, let_torch_see_a_gpu
+from megatron_lite.fit.fake_ranks import stand_for_other_ranks
+from megatron_lite.fit.repeated_forwards import RepeatedForwards
+from megatron_lite.fit.script_steps import ScriptSteps
+from megatron_lite.fit.stand_ins import put_in_place
+from megatron_lite.fit.unknown_values import Branches, give_unknown_values
+from megatron_lite.formats.hardware import CUBLAS_THREADS
+from megatron_lite.formats.memory_snapshot import Frame, MemorySnapshot
+from megatron_lite.instruments.memory_tags import ModuleHooks, StepMarks
+from megatron_lite.instruments.memory_tracker import StorageTracker
+from megatron_lite.instruments.snapshot_format import ALLOC, FREE
+from megatron_lite.planner.walk.kernels import InPlaceGradients, replace_kernels
+from megatron_lite.planner.walk.tracker import CollectiveCounter, RehearsalTracker
+
+MAX_WALKED_EVENTS = 10_000_000
+AUTOGRAD_KEYS = {"cuda": "AutogradCUDA", "cpu": "AutogradCPU"}
+
+
+@dataclass(frozen=True)
+class PretendedGpu:
+    """The GPU that a script finds."""
+
+    name: str  # as torch.cuda.get_device_name gives it
+    capability: tuple[int, int]
+    total_bytes: int
+    workspace_bytes: int  # of one of cuBLAS' two
+
+
+class GpuTracker(RehearsalTracker):
+    """Records what is allocated on the GPU that is not there."""
+
+    DEVICE = "cuda"
+
+    def __init__(self, place: StepMarks, most: int, collectives: CollectiveCounter) -> None:
+        super().__init__(place, most, collectives)
+        self._held_bytes = 0
+        self._peak_bytes = 0
+
+    def count_allocated(self) -> int:
+        """Return the bytes that tensors of the GPU hold now."""
+        return self._held_bytes
+
+    def count_peak(self) -> int:
+        """Return the most bytes that tensors of the GPU held so far."""
+        return self._peak_bytes
+
+    def _add(self, action: str, allocation: Allocation, where: tuple[list[Frame], str] | None = None) -> None:
+        super()._add(action, allocation, where)
+        if action == ALLOC:
+            self._held_bytes += rounded(allocation.size)
+            self._peak_bytes = max(self._peak_bytes, self._held_bytes)
+        elif action == FREE:
+            self._held_bytes -= rounded(allocation.size)
+
+
+class ScriptWalk:
+    """The walk of this process' script.
+
+    Args:
+        gpu: Where it runs; None: on the CPU.
+        batch: Its batch.
+        finish: Called where the walk ends.
+    """
+
+    def __init__(self, gpu: PretendedGpu | None, batch: MovedBatch, finish: Callable[["ScriptWalk"], object]) -> None:
+        self.branches = Branches()
+        self.batch = batch
+        self.left_uncompiled = False
+        self._gpu = gpu
+        self._finish = finish
+        self._place = StepMarks()
+        self._tracker = StorageTracker(self._place, MAX_WALKED_EVENTS)
+        self._forwards = RepeatedForwards()
+        self._open = contextlib.ExitStack()  # for the rest of the process
+
+    def start(self) -> None:
+        """Start, for the rest of the process.
+
+        Raises:
+            UserError: This build of torch cannot be shown a GPU.
+        """
+        device = "cpu"
+        if self._gpu is not None:
+            device = "cuda"
+            self._tracker = self._show_gpu(self._gpu)
+        without_data = WithoutData()
+        tensors = DeviceTensors(without_data, self.batch, self.branches)
+        make_weights_without_data(tensors, without_data)
+        give_unknown_values(self.branches)
+        self._leave_uncompiled()
+        stand_for_other_ranks()
+        self._forwards.attach()
+        # frames of the caller are seen in backward, too
+        self._open.enter_context(torch.autograd.set_multithreading_enabled(False))
+        self._open.enter_context(replace_kernels(device, AUTOGRAD_KEYS[device]))
+        tensors.start()
+        self._open.enter_context(InPlaceGradients(device))
+        self.record()
+        if self._gpu is not None:
+            for _ in range(CUBLAS_THREADS):
+                self._tracker.add_unseen("cublasWorkspace", self._gpu.workspace_bytes)
+
+    def record(self) -> None:
+        """Start recording only: the script computes with data."""
+        self._tracker.start()
+        ModuleHooks(self._place, in_backward=False).attach()
+        ScriptSteps(self._place, self._begin_step, self._end).attach()
+
+    def _show_gpu(self, gpu: PretendedGpu) -> GpuTracker:
+        """Let the script find the GPU. Returns the recorder of its memory."""
+        try:
+            let_torch_see_a_gpu()
+        except CannotPretend as error:
+            raise UserError(f"{error}; walk the script as on a CPU instead: --device cpu.") from None
+        tracker = GpuTracker(self._place, MAX_WALKED_EVENTS, CollectiveCounter())
+        answer_as(gpu.name, gpu.capability, gpu.total_bytes, tracker)
+        return tracker
+
+    def _leave_uncompiled(self) -> None:
+        """Let torch.compile return what it is given: compiled code is not walked."""
+
+        def leave(model: object = None, **options: object) -> object:
+            self.left_uncompiled = True
+            return model if model is not None else lambda function: function
+
+        put_in_place(torch, "compile", leave)
+        put_in_place(nn.Module, "compile", lambda module, *arguments, **options: leave())
+
+    def _begin_step(self) -> None:
+        self._tracker.begin_step()
+        self._forwards.begin_step()
+
+    def _end(self) -> None:
+        self._tracker.stop()
+        self._finish(self)
+
+    def take_snapshot(self) -> MemorySnapshot:
+        """Take the snapshot of all that was recorded.
+
+        Raises:
+            Exception: What went wrong while recording.
+        """
+        if self._tracker.failure is not None:
+            raise self._tracker.failure
+        return self._tracker.snapshot()

@@ -1,0 +1,134 @@
+"""Walks the script of this process, which knows nothing of it, and writes what was found."""
+
+import atexit
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+import msgspec
+import torch
+
+from megatron_lite.errors import UserError
+from megatron_lite.fit.changes import CHANGES
+from megatron_lite.fit.device_tensors import MovedBatch
+from megatron_lite.fit.script_walk import PretendedGpu, ScriptWalk
+from megatron_lite.fit.stand_ins import put_in_place
+from megatron_lite.formats.fit_record import FitRecord, FitRequest
+from megatron_lite.formats.memory_snapshot import MemorySnapshot
+from megatron_lite.instruments.snapshot_format import write_snapshot
+from megatron_lite.planner.walk.walk_steps import Walked
+from megatron_lite.rehearsal import summarize_walk
+from megatron_lite.variables import FIT_REQUEST
+
+FAILED_CODE = 1
+OF_A_LOADER = "--multiprocessing-fork"  # in the command line of a worker that was spawned
+SAVED = "torch.save wrote no file: weights have no values"
+
+
+def walk_this_process() -> None:
+    """Walk this process' script from now on, as its environment variable asks."""
+    if OF_A_LOADER in sys.argv or OF_A_LOADER in getattr(sys, "orig_argv", ()):
+        return
+    request = msgspec.json.decode(os.environ[FIT_REQUEST], type=FitRequest)
+    FittedScript(request).start()
+
+
+class FittedScript:
+    """The script of this process, which ends when enough was seen of it.
+
+    Args:
+        request: What is to be found out.
+    """
+
+    def __init__(self, request: FitRequest) -> None:
+        self._request = request
+        self._notes: list[str] = []
+        gpu = None
+        if request.gpu:
+            gpu = PretendedGpu(request.gpu, request.capability, request.total_bytes, request.workspace_bytes)
+        self._walk = ScriptWalk(gpu, MovedBatch(request.batch, request.wanted_batch), self._end)
+
+    def start(self) -> None:
+        """Start, for the rest of the process."""
+        sys.excepthook = self._make_hook(sys.excepthook)
+        atexit.register(self._end_early)
+        if self._request.with_data:
+            self._walk.record()
+            return
+        self._keep_files()
+        if self._request.change:
+            CHANGES[self._request.change]()
+        try:
+            self._walk.start()
+        except UserError as error:
+            self._write(FitRecord(failure="\n".join(error.lines)))
+            _leave(FAILED_CODE)
+
+    def _keep_files(self) -> None:
+        """Keep the script from writing weights that have no values over those of a run."""
+
+        def save(*arguments: object, **named: object) -> None:
+            if SAVED not in self._notes:
+                self._notes.append(SAVED)
+
+        put_in_place(torch, "save", save)
+
+    def _make_hook(
+        self, show: Callable[[type[BaseException], BaseException, TracebackType | None], object]
+    ) -> Callable[[type[BaseException], BaseException, TracebackType | None], None]:
+        """Make a hook for the error that ends the script."""
+
+        def note_error(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+            if isinstance(error, UserError):
+                self._write(FitRecord(failure="\n".join(error.lines)))
+            else:
+                show(kind, error, traceback)
+                self._write(FitRecord(failure=f"{kind.__name__}: {error}"))
+            _leave(FAILED_CODE)
+
+        return note_error
+
+    def _end_early(self) -> None:
+        """Say that the script ended before it had trained two steps."""
+        self._write(FitRecord(failure="the script ended before an optimizer had stepped twice"))
+
+    def _end(self, walk: ScriptWalk) -> NoReturn:
+        """Write what was found and leave, so that the script does nothing with what it has computed."""
+        try:
+            snapshot = walk.take_snapshot()
+            self._write(self._summarize(walk, snapshot))
+            if self._request.snapshot:
+                write_snapshot(Path(self._request.snapshot), snapshot)
+        except Exception as error:  # noqa: BLE001 - whatever went wrong, the script must not go on
+            self._write(FitRecord(failure=f"the walk itself failed: {type(error).__name__}: {error}"))
+            _leave(FAILED_CODE)
+        _leave(0)
+
+    def _summarize(self, walk: ScriptWalk, snapshot: MemorySnapshot) -> FitRecord:
+        found = summarize_walk(Walked(snapshot))
+        if walk.left_uncompiled:
+            self._notes.append("torch.compile was left out: compiled code holds less")
+        return FitRecord(
+            allocated_peak_bytes=found.allocated_peak_bytes,
+            reserved_peak_bytes=found.reserved_peak_bytes,
+            phase=found.phase,
+            where=found.where,
+            categories=found.categories,
+            branches=walk.branches.lines,
+            copies=walk.branches.copies,
+            notes=tuple(self._notes),
+            batch=walk.batch.size,
+        )
+
+    def _write(self, record: FitRecord) -> None:
+        Path(self._request.answer).write_bytes(msgspec.json.encode(record))
+
+
+def _leave(code: int) -> NoReturn:
+    """End the process at once: no file is written any more, no library says goodbye."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

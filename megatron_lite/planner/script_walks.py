@@ -1,0 +1,163 @@
+"""Runs a script in processes of its own, each of which walks it once. Imports no torch."""
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from megatron_lite.errors import UserError
+from megatron_lite.formats.fit_record import ChangeName, FitRecord, FitRequest
+from megatron_lite.formats.hardware import Processor, cublas_workspace_bytes
+from megatron_lite.planner.fit_results import LargestBatch, WalkedChange
+from megatron_lite.planner.what_if import MARGIN
+from megatron_lite.variables import BOOTSTRAP, FIT_REQUEST, prepend_python_path
+
+MIN_SAVED = 0.01  # of the peak, for a change to be told
+MAX_TRIES = 4  # of batches, until the largest that fits is found
+MAX_AT_ONCE = 2  # processes
+
+
+@dataclass(frozen=True)
+class Walker:
+    """Walks one command.
+
+    Attributes:
+        command: Its words.
+        processor: The GPU that it finds; None: it runs as on the CPU.
+        ranks: Of the job, of which the command is the first one.
+    """
+
+    command: tuple[str, ...]
+    processor: Processor | None
+    ranks: int = 1
+
+    def walk(self, quiet: bool = True, **changes: object) -> FitRecord:
+        """Walk the command once.
+
+        Args:
+            quiet: Do not show what the script prints.
+            changes: Fields of FitRequest.
+
+        Returns:
+            What was found; its `failure` says why nothing was.
+
+        Raises:
+            UserError: The command cannot be run, or no process of it imported torch.
+        """
+        with tempfile.TemporaryDirectory() as name:
+            answer = Path(name) / "answer.json"
+            request = msgspec.structs.replace(self._make_request(str(answer)), **changes)
+            environment = prepend_python_path(os.environ, BOOTSTRAP)
+            environment[FIT_REQUEST] = msgspec.json.encode(request).decode()
+            if self.ranks > 1:
+                environment |= _describe_first_rank(self.ranks)
+            try:
+                ended = subprocess.run(
+                    self.command, env=environment, capture_output=quiet, text=True, errors="replace", check=False
+                )
+            except OSError as error:
+                raise UserError(
+                    f"megatron-lite fit: {self.command[0]} cannot be run ({error.strerror}); check its name."
+                ) from None
+            if answer.exists():
+                return msgspec.json.decode(answer.read_bytes(), type=FitRecord)
+        last = (ended.stderr or "").strip().splitlines()[-1:] if quiet else []
+        unseen = "no process of the command imported torch and trained"
+        raise UserError(f"megatron-lite fit: {': '.join([unseen, *last])} (exit code {ended.returncode}).")
+
+    def _make_request(self, answer: str) -> FitRequest:
+        processor = self.processor
+        if processor is None:
+            return FitRequest(answer=answer)
+        assert processor.capability is not None  # GPUs of other makers were refused
+        major, minor = f"{processor.capability:.1f}".split(".")
+        return FitRequest(
+            answer=answer,
+            gpu=f"NVIDIA {processor.name}",
+            capability=(int(major), int(minor)),
+            total_bytes=processor.memory_bytes,
+            workspace_bytes=cublas_workspace_bytes(processor, deterministic=False),
+        )
+
+    def walk_changes(self, record: FitRecord, show: Callable[[str], object]) -> tuple[WalkedChange, ...]:
+        """Walk the command with each change.
+
+        Args:
+            record: The walk without one.
+            show: Shows progress.
+
+        Returns:
+            Those that hold less, the least first.
+        """
+
+        def walk(name: ChangeName) -> WalkedChange:
+            show(f"with {name.value} ...")
+            changed = self.walk(change=name)
+            return WalkedChange(name, 0 if changed.failure else changed.reserved_peak_bytes)
+
+        with ThreadPoolExecutor(MAX_AT_ONCE) as pool:
+            walked = list(pool.map(walk, ChangeName))
+        limit = record.reserved_peak_bytes * (1 - MIN_SAVED)
+        useful = [change for change in walked if 0 < change.peak_bytes < limit]
+        return tuple(sorted(useful, key=lambda change: change.peak_bytes))
+
+    def find_largest_batch(self, record: FitRecord, show: Callable[[str], object]) -> tuple[LargestBatch | None, str]:
+        """Find the largest batch that fits into the GPU with MARGIN of its memory left.
+
+        Memory grows almost in proportion to the batch: a second walk gives the slope, others check where it leads.
+
+        Args:
+            record: The walk with the script's own batch.
+            show: Shows progress.
+
+        Returns:
+            The batch, and why there is none.
+        """
+        assert self.processor is not None
+        if not record.batch:
+            return None, "no tensor of a batch was moved to the GPU in a step"
+        room = int(self.processor.memory_bytes * (1 - MARGIN))
+        walked = {record.batch: record.reserved_peak_bytes}
+        wanted = record.batch * 2 if record.reserved_peak_bytes <= room else max(record.batch // 2, 1)
+        for _ in range(MAX_TRIES):
+            if wanted in walked:
+                break
+            show(f"with batches of {wanted} ...")
+            found = self.walk(batch=record.batch, wanted_batch=wanted)
+            if found.failure:
+                return None, f"batches of {wanted} instead of {record.batch} failed: {found.failure}"
+            walked[wanted] = found.reserved_peak_bytes
+            wanted = _extrapolate(walked, room)
+        fitting = [size for size, peak_bytes in walked.items() if peak_bytes <= room]
+        if not fitting:
+            return None, f"batches of {min(walked)} do not fit either"
+        return LargestBatch(max(fitting), walked[max(fitting)]), ""
+
+
+def _extrapolate(walked: dict[int, int], room: int) -> int:
+    """Find the batch that just fits, by a line through the two nearest that were walked."""
+    nearest = sorted(walked, key=lambda size: abs(walked[size] - room))[:2]
+    first, second = sorted(nearest)
+    slope = (walked[second] - walked[first]) / (second - first)
+    if slope <= 0:
+        return second
+    return max(int(first + (room - walked[first]) / slope), 1)
+
+
+def _describe_first_rank(ranks: int) -> dict[str, str]:
+    """The variables that torchrun sets for the first of several ranks of one machine."""
+    return {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": "none",
+    }

@@ -1,0 +1,177 @@
+"""Scripts without data hold, byte by byte, what they hold with data; on a GPU that is not there, what its kernels take."""
+
+import json
+import pickle
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.foreign_scripts import BEGIN, IMAGES, MIXED_PRECISION, PERCEPTRON, SCRIPTS, SEVERAL_RANKS
+
+SMALL_MODEL = [
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "64",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    "32",
+    "--max-position-embeddings",
+    "32",
+    "--tokenizer-type",
+    "ByteTokenizer",
+    "--lr",
+    "1e-3",
+]
+
+from megatron_lite.analysis.memory.read import analyze_snapshot
+from megatron_lite.cli.main import main
+from megatron_lite.formats.fit_record import ChangeName, FitRecord
+from megatron_lite.formats.hardware import CUBLAS_THREADS, cublas_workspace_bytes
+from megatron_lite.planner.find_processors import find_processor
+from megatron_lite.planner.script_walks import Walker
+
+H100 = find_processor("H100")
+
+
+def make_walker(folder: Path, text: str, processor=None) -> Walker:
+    path = folder / "train.py"
+    path.write_text(text)
+    return Walker((sys.executable, str(path)), processor)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "images" else pytest.mark.slow) for name in SCRIPTS]
+)
+def test_a_walk_on_a_cpu_holds_what_the_run_holds(tmp_path, name):
+    walker = make_walker(tmp_path, SCRIPTS[name])
+    walked = walker.walk()
+    trained = walker.walk(with_data=True)
+    assert not walked.failure
+    assert not trained.failure
+    assert walked.allocated_peak_bytes == trained.allocated_peak_bytes
+    assert walked.categories == trained.categories
+    assert walked.phase == trained.phase
+
+
+def test_a_script_finds_the_gpu_that_is_not_there(tmp_path):
+    found = make_walker(tmp_path, MIXED_PRECISION, H100).walk()
+    assert not found.failure
+    parameters = (64 * 256 + 256 + 256 * 64 + 64) * 4
+    assert found.categories["parameters"] == pytest.approx(parameters, rel=0.02)
+    assert found.categories["moments"] == pytest.approx(2 * parameters, rel=0.02)
+    workspaces = CUBLAS_THREADS * cublas_workspace_bytes(H100, deterministic=False)
+    assert found.categories["workspace"] >= workspaces
+    assert found.batch == 32
+
+
+@pytest.mark.slow
+def test_the_trainer_takes_what_its_own_walk_says(tmp_path):
+    """As any script, on a GPU: the two ways to its memory meet in no line but the kernels' rules."""
+    flags = [*SMALL_MODEL, "--micro-batch-size", "4", "--bf16", "--mock-data", "--train-iters", "9"]
+    flags.append("--no-check-for-nan-in-loss-and-grad")
+    trained = Walker((sys.executable, "-m", "megatron_lite", *flags), H100).walk()
+    assert not trained.failure
+    answer = tmp_path / "plan.json"
+    assert main(["plan", "--exact", "--gpu", "H100", "--json", str(answer), *flags]) in (0, None)
+    exact = json.loads(answer.read_text())["exact"]
+    assert trained.allocated_peak_bytes == pytest.approx(exact["allocated_peak_bytes"], abs=8192)
+
+
+@pytest.mark.slow
+def test_a_changed_batch_and_less_memory_are_walked_too(tmp_path):
+    walker = make_walker(tmp_path, PERCEPTRON, H100)
+    base = walker.walk()
+    larger = walker.walk(batch=32, wanted_batch=320)
+    assert larger.allocated_peak_bytes > base.allocated_peak_bytes
+    assert larger.categories["moments"] == base.categories["moments"]
+    deep = PERCEPTRON.replace("nn.Sequential(", "nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Sequential(", 1)
+    blocks = make_walker(tmp_path, deep.replace(").to(device)", ")).to(device)", 1), H100)
+    assert not blocks.walk(change=ChangeName.RECOMPUTE).failure
+
+
+@pytest.mark.parametrize(
+    "line, named",
+    [
+        ("if loss > 10: raise SystemExit('diverged')", "branches"),
+        pytest.param("print(loss.item(), loss / 2, f'{loss:.3f}')", "", marks=pytest.mark.slow),
+        pytest.param("picked = x[int(loss)]", "failure", marks=pytest.mark.slow),
+        pytest.param("values = loss.tolist()", "failure", marks=pytest.mark.slow),
+        pytest.param("kept = torch.zeros(2); kept[:1] = loss.detach()", "copies", marks=pytest.mark.slow),
+    ],
+)
+def test_what_only_data_has_is_named_with_its_line(tmp_path, line, named):
+    text = PERCEPTRON.replace("    optimizer.zero_grad()\n", f"    {line}\n    optimizer.zero_grad()\n")
+    found = make_walker(tmp_path, text).walk()
+    where = f"train.py:{text[: text.index(line)].count(chr(10)) + 1}: {line}"
+    assert bool(found.failure) == (named == "failure")
+    assert found.failure.startswith(where) == (named == "failure")
+    assert (where in found.branches) == (named == "branches")
+    assert (where in found.copies) == (named == "copies")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch\n",
+        f"{BEGIN}\nraise RuntimeError('broken')",
+    ],
+)
+def test_a_script_that_does_not_train_says_so(tmp_path, text, capsys):
+    (tmp_path / "train.py").write_text(text)
+    assert main(["fit", "--quick", "--", sys.executable, str(tmp_path / "train.py")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: megatron-lite fit:")
+
+
+@pytest.mark.slow
+def test_no_weights_without_values_are_written(tmp_path):
+    save = f"    torch.save(model.state_dict(), {str(tmp_path / 'model.pt')!r})\n"
+    found = make_walker(tmp_path, PERCEPTRON.replace("    loss.backward()\n", f"{save}    loss.backward()\n")).walk()
+    assert not found.failure
+    assert len(found.notes) == 1
+    assert not (tmp_path / "model.pt").exists()
+
+
+@pytest.mark.slow
+def test_the_answer_with_its_snapshot(tmp_path, capsys):
+    (tmp_path / "train.py").write_text(IMAGES)
+    snapshot, answer = tmp_path / "memory.pickle", tmp_path / "fit.json"
+    words = ["--gpu", "H100", "--gpu", "T4", "--snapshot", str(snapshot), "--json", str(answer)]
+    assert main(["fit", *words, "--", sys.executable, str(tmp_path / "train.py")]) == 0
+    report = json.loads(answer.read_text())
+    record = FitRecord(**report["record"])
+    assert sum(record.categories.values()) == record.allocated_peak_bytes
+    assert [room["processor"]["name"] for room in report["rooms"]] == [H100.name, "T4"]
+    assert report["largest"]["size"] > 8
+    assert analyze_snapshot(pickle.loads(snapshot.read_bytes()), snapshot).peak_bytes == record.allocated_peak_bytes
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[:2]] == ["FITS", "FITS"]
+
+
+@pytest.mark.slow
+def test_the_first_of_several_ranks_holds_gradients_and_their_buckets(tmp_path):
+    """As DistributedDataParallel does unless gradients are views of buckets."""
+    walker = make_walker(tmp_path, SEVERAL_RANKS, H100)
+    found = replace(walker, ranks=8).walk()
+    assert not found.failure
+    assert found.categories["gradients"] == 2 * 256 * 256 * 4
+
+
+@pytest.mark.slow
+def test_a_validation_of_many_batches_is_walked_twice(tmp_path):
+    loop = (
+        "    model.eval()\n    with torch.no_grad():\n        for _ in range({}): told = model(x)\n    model.train()\n"
+    )
+    peaks = []
+    for batches in (1, 5000):
+        text = PERCEPTRON.replace("    optimizer.zero_grad()\n", loop.format(batches) + "    optimizer.zero_grad()\n")
+        peaks.append(make_walker(tmp_path, text, H100).walk().allocated_peak_bytes)
+    assert peaks[0] == peaks[1] > 0
+
+
+def test_gpus_of_other_makers_are_refused(capsys):
+    assert main(["fit", "--gpu", "MI300X", "--", "python", "train.py"]) == 2
+    assert capsys.readouterr().err.startswith("error: --gpu MI300X: ")
