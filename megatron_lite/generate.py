@@ -18,7 +18,7 @@ from megatron_lite.config.shape import ModelShape
 from megatron_lite.convert.folders import import_hf
 from megatron_lite.cpu_kernels.install import choose_cpu_kernels, install_kernels
 from megatron_lite.errors import UserError
-from megatron_lite.model.attention import Attend, sdpa_attention
+from megatron_lite.model.attention import Attend, Scope, explicit_attention, sdpa_attention
 from megatron_lite.model.experts import list_expert_biases, list_mixtures
 from megatron_lite.model.gpt import DTYPES, GPT
 
@@ -66,7 +66,7 @@ class Generator(GPT):
         q_BNTD: Tensor,
         k_BGTD: Tensor,
         v_BGTD: Tensor,
-        mask_B1TT: Tensor | None,
+        scope: Scope,
         dropout: float,
         layer_number: int,
     ) -> Tensor:
@@ -77,8 +77,20 @@ class Generator(GPT):
         values[:, :, self.start : end] = v_BGTD
         self.layer += 1
         window = self.shape.find_window(self.layer - 1)
+        if scope.offset_N is not None:
+            first = 0 if window is None else max(self.start - window, 0)
+            return explicit_attention(
+                q_BNTD,
+                keys[:, :, first:end],
+                values[:, :, first:end],
+                scope,
+                0.0,
+                layer_number,
+                fp32_softmax=False,
+                scale_by_layer=False,
+            )
         if not self.start:
-            return sdpa_attention(q_BNTD, k_BGTD, v_BGTD, mask_B1TT, 0.0, layer_number, backend=None, expand=True)
+            return sdpa_attention(q_BNTD, k_BGTD, v_BGTD, scope, 0.0, layer_number, backend=None, expand=True)
         # one query of each head, together with those that share its keys: they attend to all tokens so far
         groups = k_BGTD.shape[1]
         q_BGKD = q_BNTD.squeeze(2).unflatten(1, (groups, -1))

@@ -90,6 +90,18 @@ MODELS = {  # name: (flags, largest difference of a loss to one rank)
     ),
     "fp32, recomputed": ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 2e-6),
     "fp32, per token": ("--calculate-per-token-loss", 2e-6),
+    "fp32, documents": ("--reset-attention-mask --reset-position-ids --eod-mask-loss", 2e-6),
+    # one rank beside itself in another order of sums: 1.4e-6; after 10 steps on two context parallel ranks 4.2e-6
+    "fp32, documents, llama": (f"{LLAMA} --reset-attention-mask --attention-backend local", 5e-6),
+    "fp32, window": ("--window-size 5,0 --window-attn-skip-freq 2", 2e-6),
+    "fp32, window, documents": (f"{LLAMA} --reset-attention-mask --window-size 5,0 --attention-backend flash", 2e-6),
+    "fp32, offsets": (f"{LLAMA} --softmax-type learnable", 2e-6),
+    # after 10 steps on context parallel ranks 2.9e-6 and 2.6e-6
+    "fp32, offsets, window, documents": (
+        "--softmax-type learnable --window-size 5,0 --reset-attention-mask --init-method-std 0.5", 5e-6
+    ),
+    "fp32, offset of one": ("--softmax-type off-by-one --attention-backend local", 5e-6),
+    "bf16, documents": ("--bf16 --reset-attention-mask --window-size 5,0", 5e-4),
     "fp32, masked ends": ("--eod-mask-loss --reset-position-ids", 2e-6),
     # one rank compiled beside itself in another order of sums: 2.9e-6
     "fp32, compiled": ("--torch-compile layers --torch-compile-backend aot_eager", 5e-6),
@@ -188,6 +200,7 @@ QUICK = [
     ("fp32, llama", "tp2, sp"),
     ("fp16, sums in fp32", "tp2"),
     ("fp32, masked ends", "cp2"),
+    ("fp32, offsets, window, documents", "cp2"),
     ("bf16", "cp2"),
     ("fp32, llama", "pp2"),
     ("bf16", "pp2"),
@@ -201,6 +214,9 @@ QUICK = [
 ]
 # Further pairs with the slow tests.
 SLOW = [
+    ("fp32, documents", "cp2"),
+    ("fp32, window, documents", "cp2"),
+    ("fp32, offsets", "tp2, sp"),
     ("fp32, llama", "ddp, 2"),
     ("fp32, sgd", "ddp, 2"),
     ("fp32, per token", "ddp, 2"),

@@ -82,7 +82,6 @@ POSITIONS = ("learned_absolute", "rope", "yarn", "none")
 # Arguments that change what the model computes and have no counterpart here: {argument: values that change nothing}.
 # Source: TransformerConfig and arguments.py of Megatron-LM, 0.16.1 and main of 2026-08.
 UNSUPPORTED = {
-    "softmax_type": (None, "vanilla"),
     "no_rope_freq": (None, 0),
     "fp32_residual_connection": (None, False),
     "apply_residual_connection_post_layernorm": (None, False),
@@ -145,6 +144,8 @@ class MegatronArgs:
             found.append("add_bias_linear=True of experts")
         if self.given("multi_latent_attention", False) and self.given("window_size") is not None:
             found.append("window_size of latent attention")
+        if self.given("multi_latent_attention", False) and self.given("softmax_type", "vanilla") != "vanilla":
+            found.append("softmax_type of latent attention")
         gated = self.given("gated_linear_unit", False)
         if gated and not self.given("swiglu", False):
             found.append("gated_linear_unit=True without swiglu")
@@ -199,6 +200,7 @@ class MegatronArgs:
         shape["mtp_loss_scaling_factor"] = given("mtp_loss_scaling_factor", 0.1)
         shape["tied_embeddings"] = not given("untie_embeddings_and_output_weights", False)
         shape["query_key_layer_scaling"] = given("apply_query_key_layer_scaling", False)
+        shape["softmax_type"] = given("softmax_type", "vanilla")
         shape["softmax_in_fp32"] = given("attention_softmax_in_fp32", False)
         shape |= self._read_latent() if given("multi_latent_attention", False) else self._read_rotary_scaling(positions)
         shape["experts"] = self._read_experts()
@@ -468,6 +470,7 @@ def build_namespace(record: CheckpointRecord, arguments: Mapping[str, object], c
         "encoder_seq_length": s.seq_length,
         "window_size": None if s.window is None else (s.window, 0),
         "window_attn_skip_freq": [int(one) for one in s.window_layers] or None,
+        "softmax_type": s.softmax_type,
         "mtp_num_layers": s.mtp_num_layers or None,
         "mtp_loss_scaling_factor": s.mtp_loss_scaling_factor,
         "padded_vocab_size": s.padded_vocab_size,

@@ -37,6 +37,7 @@ ENDS = [
 ]
 IN_A_LAYER = [
     "input_layernorm",
+    "self_attention.core_attention",
     "self_attention.linear_proj",
     "self_attention.linear_qkv",
     "self_attention.q_layernorm",
@@ -45,7 +46,7 @@ IN_A_LAYER = [
     "mlp.linear_fc1",
     "mlp.linear_fc2",
 ]
-IN_A_FUSED_LAYER = [IN_A_LAYER[1], IN_A_LAYER[0], *IN_A_LAYER[2:]]  # the first norm stands inside linear_qkv
+IN_A_FUSED_LAYER = [*IN_A_LAYER[1:3], IN_A_LAYER[0], *IN_A_LAYER[3:]]  # the first norm stands inside linear_qkv
 # in the names of experts' weights, ours and a torch_dist folder's
 EXPERTS = ".mlp.experts.linear_fc"
 EXPERTS_THERE = ".mlp.experts.experts.linear_fc"

@@ -122,6 +122,11 @@ class ModelArgs:
         "With --window-size: every N-th layer attends to all tokens before, or those with a 0 in a pattern.",
         value="N or [1,1,0]*8",
     )
+    softmax_type: str = flag(
+        "vanilla",
+        "What attention's softmax is divided by, too: nothing, 1, or an exponential that each head learns.",
+        choices=("vanilla", "off-by-one", "learnable"),
+    )
     apply_query_key_layer_scaling: bool = flag(False, "Scale scores by 1/layer inside explicit attention's softmax.")
     transformer_impl: str = flag(
         "transformer_engine", "Both name the one implementation here.", choices=("local", "transformer_engine")

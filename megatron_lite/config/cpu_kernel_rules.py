@@ -20,9 +20,13 @@ def skips_future_scores(shape: ModelShape, precision: str, masked: bool) -> bool
         precision: fp32, fp16 or bf16.
         masked: Whether attention takes a mask.
     """
-    if masked or shape.window is not None or shape.attention_dropout or shape.query_key_layer_scaling:
+    if masked or precision != "fp32":
         return False
-    return precision == "fp32"
+    has_window = shape.window is not None
+    has_offset = shape.softmax_type != "vanilla"
+    changes_scores = shape.query_key_layer_scaling or has_offset
+    drops_scores = shape.attention_dropout > 0
+    return not (has_window or changes_scores or drops_scores)
 
 
 def count_scores(length: int) -> int:

@@ -18,6 +18,7 @@ SPLIT = {
     "linear_q_proj.weight": 0,
     "linear_q_up_proj.weight": 0,
     "linear_kv_up_proj.weight": 0,
+    "core_attention.softmax_offset": 0,
     "linear_proj.weight": 1,
     "linear_fc1.weight": 0,
     "linear_fc1.bias": 0,

@@ -168,6 +168,8 @@ def _list_attention_tensors(shape: ModelShape) -> list[int]:
     if shape.qk_layernorm:
         # one norm of queries, one of keys
         tensors += 2 * _count_norm_vectors(shape) * [shape.kv_channels]
+    if shape.softmax_type == "learnable":
+        tensors.append(shape.num_attention_heads)
     return tensors
 
 

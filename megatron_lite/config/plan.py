@@ -451,6 +451,7 @@ def _build_shape(args: Args, vocab_size: int) -> ModelShape:
         **_scale_to_width(m),
         window=None if m.window_size is None else parse_window(m.window_size),
         window_layers=write_window_layers(m),
+        softmax_type=m.softmax_type,
         mtp_num_layers=m.mtp_num_layers or 0,
         mtp_loss_scaling_factor=m.mtp_loss_scaling_factor,
     )

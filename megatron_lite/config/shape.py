@@ -22,6 +22,9 @@ def choose_losses(kinds: Iterable[str], coeffs: Iterable[float]) -> tuple[tuple[
     return tuple((kind, coeff) for kind, coeff in zip(kinds, coeffs) if kind in BALANCING_LOSSES and coeff)
 
 
+MIN_WINDOW_BLOCK = 128  # queries of an attention window that a CPU takes at a time
+
+
 @dataclass(frozen=True)
 class ExpertShape:
     """A mixture of experts in the place of some layers' MLP, and how tokens find theirs."""
@@ -175,6 +178,7 @@ class ModelShape:
     embedding_scale: float = 1.0  # of the embeddings' output
     logits_scale: float = 1.0
     softmax_scale: float | None = None  # of attention's scores; None: 1 / sqrt(kv_channels)
+    softmax_type: str = "vanilla"  # of attention: vanilla | off-by-one | learnable
     mtp_num_layers: int = 0  # tokens after the next one that are predicted, too, by a layer each
     mtp_loss_scaling_factor: float = 0.1  # of the mean of their losses
 

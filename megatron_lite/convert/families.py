@@ -71,6 +71,8 @@ def family_of_shape(shape: ModelShape) -> ModelFamily:
         f"{flag}: Hugging Face's {family.title(shape)} have {instead}; only a model trained with that can be converted."
         for flag, instead in family.objections(shape)
     ]
+    if shape.softmax_type != "vanilla":
+        wrong.append(f"--softmax-type {shape.softmax_type}: offsets are not converted; only a model without can be.")
     if shape.softmax_scale is not None:
         wrong.append("--use-mup: Hugging Face's models have no scales of its kind; only one without can be converted.")
     if wrong:

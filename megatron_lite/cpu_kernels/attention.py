@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from megatron_lite.config.cpu_kernel_rules import QUERY_BLOCK
-from megatron_lite.model.attention import EXPLICIT, Attend, repeat_heads
+from megatron_lite.model.attention import EXPLICIT, Attend, Scope, repeat_heads
 
 softmax_backward = torch.ops.aten._softmax_backward_data.out
 
@@ -51,7 +51,7 @@ def attend_causally(
     q_BNTD: Tensor,
     k_BGTD: Tensor,
     v_BGTD: Tensor,
-    mask_B1TT: None,
+    scope: Scope,
     dropout: float,
     layer_number: int,
 ) -> Tensor:
@@ -61,7 +61,7 @@ def attend_causally(
         q_BNTD: Queries, fp32.
         k_BGTD: Keys.
         v_BGTD: Values.
-        mask_B1TT: None, as positions alone decide who attends to whom.
+        scope: Plain causal.
         dropout: Is 0; this and the layer's number are arguments of every Attend.
         layer_number: Unused.
 

@@ -3,6 +3,7 @@
 Shapes: B samples of a micro-batch, T tokens of a sequence (T1 = T + 1: inputs and labels overlap).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,9 @@ class Batch:
     labels_BT: Tensor  # int64
     loss_mask_BT: Tensor | None  # float32, 0 where the loss does not count; --eod-mask-loss
     positions_BT: Tensor | None  # int64, counted from the start of the document; --reset-position-ids
-    documents_BT: Tensor | None  # int64, attention stays inside equal numbers; --reset-attention-mask
+    # int64, attention stays inside equal numbers; --reset-attention-mask. They lie where the samples came from, which
+    # is the host, and are those of whole sequences, whatever part of them this batch has
+    documents_BT: Tensor | None
     # of the tokens whose loss counts, those of one context parallel rank on average; None: this batch's own number
     mean_tokens: Tensor | None = None
 
@@ -45,15 +48,25 @@ class Batch:
             take(self.labels_BT),
             None if mask_BT is None else take(mask_BT),
             None if positions_BT is None else take(positions_BT),
-            None,
+            self.documents_BT,
             mean_tokens,
         )
 
 
+def _keep(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 def make_batch(
-    raw_BT1: Tensor, *, eod: int | None, eod_mask_loss: bool, reset_position_ids: bool, reset_attention_mask: bool
+    raw_BT1: Tensor,
+    *,
+    eod: int | None,
+    eod_mask_loss: bool,
+    reset_position_ids: bool,
+    reset_attention_mask: bool,
+    to_device: Callable[[Tensor], Tensor] = _keep,
 ) -> Batch:
-    """Split raw samples into inputs and labels, on their device and without waiting for it.
+    """Split raw samples into inputs and labels, on the device where they are needed and without waiting for it.
 
     The end-of-document token belongs to the document that it ends; the loss is masked where it is the input.
 
@@ -63,10 +76,17 @@ def make_batch(
         eod_mask_loss: --eod-mask-loss.
         reset_position_ids: --reset-position-ids.
         reset_attention_mask: --reset-attention-mask.
+        to_device: Copies a tensor to where the batch is needed.
 
     Raises:
         DataError: An option needs the end-of-document token and there is none.
     """
+    documents_BT: Tensor | None = None
+    if reset_attention_mask and eod is not None:
+        # before the copy: who finds documents must not wait for a GPU
+        ended_BT = (raw_BT1[:, :-1] == eod).long()
+        documents_BT = ended_BT.cumsum(dim=1) - ended_BT
+    raw_BT1 = to_device(raw_BT1)
     tokens_BT = raw_BT1[:, :-1].contiguous()
     labels_BT = raw_BT1[:, 1:].contiguous()
     if not (eod_mask_loss or reset_position_ids or reset_attention_mask):
@@ -79,7 +99,6 @@ def make_batch(
     is_eod_BT = tokens_BT == eod
     loss_mask_BT: Tensor | None = None
     positions_BT: Tensor | None = None
-    documents_BT: Tensor | None = None
     if eod_mask_loss:
         loss_mask_BT = (~is_eod_BT).float()
     if reset_position_ids:
@@ -88,9 +107,6 @@ def make_batch(
         starts_BT = torch.zeros_like(is_eod_BT, dtype=torch.int64)
         starts_BT[:, 1:] = is_eod_BT[:, :-1] * positions_T[1:]
         positions_BT = positions_T - starts_BT.cummax(dim=1).values
-    if reset_attention_mask:
-        ended_BT = is_eod_BT.long()
-        documents_BT = ended_BT.cumsum(dim=1) - ended_BT
     return Batch(tokens_BT, labels_BT, loss_mask_BT, positions_BT, documents_BT)
 
 

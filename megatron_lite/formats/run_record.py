@@ -224,6 +224,8 @@ class Shape(msgspec.Struct, frozen=True):
     logits_scale: float | None = None
     # factor of attention's scores; null: 1 / sqrt(kv_channels)
     softmax_scale: float | None = None
+    # of attention: vanilla, off-by-one or learnable
+    softmax_type: str | None = None
     # tokens after the next one that are predicted, too, by a layer each
     mtp_num_layers: Count | None = None
     # factor of the mean of their losses

@@ -7,7 +7,7 @@ attention.py.
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from statistics import median
@@ -19,7 +19,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron_lite.config.args import EXPLICIT_BACKENDS
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.errors import UserError, first_line
-from megatron_lite.model.attention import EXPLICIT, Attend, explicit_attention, make_sdpa_arguments, sdpa_attention
+from megatron_lite.model.attention import (
+    CAUSAL,
+    EXPLICIT,
+    Attend,
+    Scope,
+    explicit_attention,
+    make_sdpa_arguments,
+    sdpa_attention,
+)
+from megatron_lite.model.flash_attention import flash_attention
 
 NAMES = {
     SDPBackend.FLASH_ATTENTION: "flash",
@@ -55,6 +64,7 @@ def choose_attention(
     device: torch.device | str,
     dtype: torch.dtype,
     masked: bool,
+    on_gpu: bool = False,
     why_explicit: str = "",
     explain: bool = False,
     pick: Pick | None = None,
@@ -62,35 +72,57 @@ def choose_attention(
     """The kernel for --attention-backend (auto | flash | fused | unfused | local) on this device.
 
     batch: sequences in a micro-batch. dtype: what q, k, v will have (under autocast: autocast's). masked: documents
-    are kept apart by a mask. why_explicit: why auto means the explicit kernel; "": it does not. explain: fill why_not,
-    which costs a few more queries to torch.
+    or windows limit who attends to whom. on_gpu: the tensors stand for those of a GPU, wherever they lie.
+    why_explicit: why auto means the explicit kernel; "": it does not. explain: fill why_not, which costs a few more
+    queries to torch.
     pick(probe, names of the fused kernels that can run, torch's own choice among them or None): a race of them, as of
     `fastest`, for auto; None: torch's own choice.
     Raises UserError if the flag names a kernel that cannot run with this device, dtype, shape, mask or dropout.
     """
     if backend in EXPLICIT_BACKENDS or (backend == "auto" and why_explicit):
-        function = partial(
-            explicit_attention,
-            fp32_softmax=shape.softmax_in_fp32,
-            scale_by_layer=shape.query_key_layer_scaling,
-        )
         asked = f"--attention-backend {backend} asks for the explicit kernel"
-        reason = why_explicit if backend == "auto" else asked
-        return Attend(function, EXPLICIT, (f"sdpa: {reason}",) if explain else ())
+        return _choose_explicitly(shape, explain, why_explicit if backend == "auto" else asked)
     if backend != "auto" and backend not in FORCED:
         raise UserError(f"--attention-backend {backend}: not one of auto, flash, fused, unfused, local; use auto")
+    has_offset = shape.softmax_type != "vanilla"
     probes = _probes(shape, batch, torch.device(device), dtype, masked)
+    by_torch = partial(sdpa_attention, aligns_ends=on_gpu or torch.device(device).type == "cuda")
+    if (masked or has_offset) and backend in ("auto", "flash"):
+        unmasked = replace(probes[0], mask_B1TT=None)
+        choice, reason = _ask_torch(unmasked, SDPBackend.FLASH_ATTENTION)
+        if choice == SDPBackend.FLASH_ATTENTION:
+            return Attend(flash_attention, "sdpa flash")
+        if has_offset and backend == "auto":
+            return _choose_explicitly(shape, explain, f"flash cannot run here ({reason}), and no other knows offsets")
     if backend == "auto":
-        return _choose_automatically(probes, explain, pick)
+        return _choose_automatically(probes, by_torch, explain, pick)
     wanted = FORCED[backend]
     for expand, probe in enumerate(probes):
         choice, reason = _ask_torch(probe, wanted)
         if choice == wanted:
-            return Attend(partial(sdpa_attention, backend=wanted, expand=bool(expand)), f"sdpa {NAMES[wanted]}")
+            return Attend(partial(by_torch, backend=wanted, expand=bool(expand)), f"sdpa {NAMES[wanted]}")
     raise UserError(f"--attention-backend {backend}: cannot run here ({reason}); use --attention-backend auto")
 
 
-def _choose_automatically(probes: list[Probe], explain: bool, pick: Pick | None) -> Attend:
+def _choose_explicitly(shape: ModelShape, explain: bool, reason: str) -> Attend:
+    """The explicit kernel.
+
+    Args:
+        shape: The model's.
+        explain: Whether to tell why.
+        reason: Why not torch's.
+    """
+    function = partial(
+        explicit_attention,
+        fp32_softmax=shape.softmax_in_fp32,
+        scale_by_layer=shape.query_key_layer_scaling,
+    )
+    return Attend(function, EXPLICIT, (f"sdpa: {reason}",) if explain else ())
+
+
+def _choose_automatically(
+    probes: list[Probe], by_torch: Callable[..., Tensor], explain: bool, pick: Pick | None
+) -> Attend:
     """The kernel for auto: torch's choice, or the fastest.
 
     Keys are repeated per head only if no fused kernel runs otherwise.
@@ -115,7 +147,7 @@ def _choose_automatically(probes: list[Probe], explain: bool, pick: Pick | None)
             timed = race.words
     if explain:
         why_not = tuple(f"sdpa {NAMES[b]}: {reason}" for b, (choice, reason) in answers.items() if choice != b)
-    function = partial(sdpa_attention, backend=backend, expand=chosen > 0)
+    function = partial(by_torch, backend=backend, expand=chosen > 0)
     return Attend(function, f"sdpa {own}" if own else "sdpa", why_not, timed)
 
 
@@ -212,13 +244,14 @@ def make_trials(probe: Probe, names: tuple[str, ...]) -> dict[str, Trial]:
     q_BNTD, k_BGTD, v_BGTD = (
         torch.randn_like(like).requires_grad_() for like in (probe.q_BNTD, probe.k_BGTD, probe.k_BGTD)
     )
-    mask_B1TT = None if probe.mask_B1TT is None else torch.ones_like(probe.mask_B1TT).tril()
     gradient_BNTD = torch.randn_like(q_BNTD)
+    scope = CAUSAL
+    if probe.mask_B1TT is not None:
+        # any window asks for a mask
+        scope = Scope(window=q_BNTD.shape[2] // 2)
 
     def trial(name: str) -> None:
-        out_BNTD = sdpa_attention(
-            q_BNTD, k_BGTD, v_BGTD, mask_B1TT, probe.dropout, 1, backend=backends[name], expand=False
-        )
+        out_BNTD = sdpa_attention(q_BNTD, k_BGTD, v_BGTD, scope, probe.dropout, 1, backend=backends[name], expand=False)
         torch.autograd.grad(out_BNTD, (q_BNTD, k_BGTD, v_BGTD), gradient_BNTD)
 
     return {name: partial(trial, name) for name in names}

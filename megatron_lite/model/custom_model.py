@@ -53,6 +53,8 @@ class CustomModel(nn.Module):
         Raises:
             UserError: The module returns something else.
         """
+        if documents_BT is not None:
+            documents_BT = documents_BT.to(tokens_BT.device)
         losses_BT: Tensor = self.custom(tokens_BT, labels_BT, positions_BT, documents_BT)
         if not isinstance(losses_BT, Tensor):
             self._refuse(f"returns a {type(losses_BT).__name__}; return the loss of each token")

@@ -1,7 +1,7 @@
 """The GPT model. Parameter names and layouts are those of Megatron-Core's local layer specification.
 
 Letters: B batch, T positions, H hidden, V padded vocabulary, N query heads, G query groups (key/value heads), D width
-of one head, R rotated part of D.
+of one head, R rotated part of D, E edges of documents (see Scope in attention.py).
 """
 
 import math
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megatron_lite.config.layout import Part, take_part
 from megatron_lite.config.parameter_groups import EMBEDDINGS
 from megatron_lite.config.shape import ModelShape
-from megatron_lite.model.attention import Attend, make_document_mask, narrow_mask, sdpa_attention
+from megatron_lite.model.attention import Attend, Scope, find_document_edges, sdpa_attention
 from megatron_lite.model.experts import MixtureOfExperts, list_expert_biases, list_mixtures
 from megatron_lite.model.latent_attention import LatentAttention
 from megatron_lite.model.loss import token_losses
@@ -25,6 +25,14 @@ from megatron_lite.model.norm import Norm
 from megatron_lite.model.rotary import make_rotary_tables, rotate
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class CoreAttention(nn.Module):
+    """What attention's kernel needs of its own: with --softmax-type learnable, the offset of each head."""
+
+    def __init__(self, shape: ModelShape):
+        super().__init__()
+        self.softmax_offset = nn.Parameter(torch.empty(shape.num_attention_heads))
 
 
 class SelfAttention(nn.Module):
@@ -45,6 +53,8 @@ class SelfAttention(nn.Module):
         self.rotary_interleaved = shape.rotary_interleaved
         # kernels scale scores by 1 / sqrt(D); queries make up for another scale
         self.query_scale = 1.0 if shape.softmax_scale is None else shape.softmax_scale * math.sqrt(shape.kv_channels)
+        self.softmax_type = shape.softmax_type
+        self.core_attention = CoreAttention(shape) if shape.softmax_type == "learnable" else None
         self.linear_qkv = nn.Linear(shape.hidden_size, shape.qkv_rows, bias=shape.qkv_bias)
         self.linear_proj = nn.Linear(shape.attention_width, shape.hidden_size, bias=shape.linear_bias)
         self.q_layernorm = Norm(shape.kv_channels, shape) if shape.qk_layernorm else None
@@ -63,28 +73,40 @@ class SelfAttention(nn.Module):
     def forward(
         self,
         hidden_BTH: Tensor,
-        mask_B1TT: Tensor | None = None,
+        edges_E: Tensor | None = None,
         cos_B1TR: Tensor | None = None,
         sin_B1TR: Tensor | None = None,
     ) -> Tensor:
-        # The number of groups is left to the tensor: a tensor-parallel rank holds only its share of them.
-        grouped = self.linear_qkv(hidden_BTH).unflatten(-1, (-1, self.heads_per_group + 2, self.kv_channels))
-        # one split, whose backward is one copy; a slice each would fill a whole tensor with zeros and add it
-        q, k, v = grouped.split((self.heads_per_group, 1, 1), dim=-2)
-        q_BNTD, k_BGTD, v_BGTD = (x.flatten(2, 3).transpose(1, 2) for x in (q, k, v))
+        q_BNTD, k_BGTD, v_BGTD = self._project(hidden_BTH)
         if self.q_layernorm is not None and self.k_layernorm is not None:
-            q_BNTD, k_BGTD = self.q_layernorm(q_BNTD), self.k_layernorm(k_BGTD)
+            q_BNTD = self.q_layernorm(q_BNTD)
+            k_BGTD = self.k_layernorm(k_BGTD)
         if cos_B1TR is not None and sin_B1TR is not None:
             q_BNTD = rotate(q_BNTD, cos_B1TR, sin_B1TR, self.rotary_interleaved)
             k_BGTD = rotate(k_BGTD, cos_B1TR, sin_B1TR, self.rotary_interleaved)
-        if self.window is not None:
-            mask_B1TT = narrow_mask(mask_B1TT, q_BNTD.shape[2], self.window, q_BNTD.device)
         if self.query_scale != 1:
             q_BNTD = q_BNTD * self.query_scale
         dropout = self.dropout if self.training else 0.0
-        out_BNTD = self.attend.function(q_BNTD, k_BGTD, v_BGTD, mask_B1TT, dropout, self.layer_number)
+        scope = Scope(edges_E, self.window, self._find_offset(q_BNTD))
+        out_BNTD = self.attend.function(q_BNTD, k_BGTD, v_BGTD, scope, dropout, self.layer_number)
         projected_BTH: Tensor = self.linear_proj(out_BNTD.transpose(1, 2).flatten(2))
         return projected_BTH
+
+    def _find_offset(self, q_BNTD: Tensor) -> Tensor | None:
+        """The offset of each head's softmax, offset_N; None: there is none."""
+        if self.core_attention is not None:
+            return self.core_attention.softmax_offset
+        # exp(0) = 1
+        return q_BNTD.new_zeros(q_BNTD.shape[1]) if self.softmax_type == "off-by-one" else None
+
+    def _project(self, hidden_BTH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(q_BNTD, k_BGTD, v_BGTD)."""
+        # the number of groups is left to the tensor: a tensor parallel rank holds only its share of them
+        grouped = self.linear_qkv(hidden_BTH).unflatten(-1, (-1, self.heads_per_group + 2, self.kv_channels))
+        # one split, whose backward is one copy; a slice each would fill a whole tensor with zeros and add it
+        queries, keys, values = grouped.split((self.heads_per_group, 1, 1), dim=-2)
+        q_BNTD = queries.flatten(2, 3).transpose(1, 2)
+        return q_BNTD, keys.flatten(2, 3).transpose(1, 2), values.flatten(2, 3).transpose(1, 2)
 
 
 # --- layers
@@ -148,11 +170,11 @@ class TransformerLayer(nn.Module):
     def forward(
         self,
         hidden_BTH: Tensor,
-        mask_B1TT: Tensor | None = None,
+        edges_E: Tensor | None = None,
         cos_B1TR: Tensor | None = None,
         sin_B1TR: Tensor | None = None,
     ) -> Tensor:
-        attended_BTH = self.self_attention(self.input_layernorm(hidden_BTH), mask_B1TT, cos_B1TR, sin_B1TR)
+        attended_BTH = self.self_attention(self.input_layernorm(hidden_BTH), edges_E, cos_B1TR, sin_B1TR)
         hidden_BTH = hidden_BTH + self.dropout(attended_BTH)
         hidden_BTH = hidden_BTH + self.dropout(self.mlp(self.pre_mlp_layernorm(hidden_BTH)))
         return hidden_BTH
@@ -169,12 +191,12 @@ class Decoder(nn.Module):
     def forward(
         self,
         hidden_BTH: Tensor,
-        mask_B1TT: Tensor | None = None,
+        edges_E: Tensor | None = None,
         cos_B1TR: Tensor | None = None,
         sin_B1TR: Tensor | None = None,
     ) -> Tensor:
         for layer in self.layers:
-            hidden_BTH = layer(hidden_BTH, mask_B1TT, cos_B1TR, sin_B1TR)
+            hidden_BTH = layer(hidden_BTH, edges_E, cos_B1TR, sin_B1TR)
         hidden_BTH = self.final_layernorm(hidden_BTH)
         return hidden_BTH
 
@@ -213,21 +235,22 @@ class GPT(nn.Module):
             labels_BT: What each token is to predict.
             positions_BT: Of learned positions; None: those of the sequence.
             documents_BT: A token attends only within its own document number (and causally); None: to all before it.
+                Of whole sequences, where this rank has a part of each; on the host, or a GPU is waited for.
             loss_mask_BT: Of multi-token prediction: 1 where a label counts, else 0; None: all count.
         """
         # rotations count from the start of the sequence, as in Megatron: only learned positions can be reset
         sequence_1T = self.number_positions(tokens_BT.shape[1], tokens_BT.device)[None]
         positions_BT = sequence_1T if positions_BT is None else positions_BT
-        mask_B1TT = None if documents_BT is None else make_document_mask(documents_BT)
+        edges_E = None if documents_BT is None else find_document_edges(documents_BT, tokens_BT.device)
         cos_B1TR = sin_B1TR = None
         if self.shape.rotates:
             cos_B1TR, sin_B1TR = make_rotary_tables(sequence_1T, self.shape)
         hidden_BTH = self.embed(tokens_BT, positions_BT)
-        hidden_BTH = self.decoder(hidden_BTH, mask_B1TT, cos_B1TR, sin_B1TR)
+        hidden_BTH = self.decoder(hidden_BTH, edges_E, cos_B1TR, sin_B1TR)
         # only gradients need the losses of further tokens
         if self.mtp is not None and labels_BT is not None and torch.is_grad_enabled():
             targets = Targets(tokens_BT, labels_BT, positions_BT, loss_mask_BT)
-            hidden_BTH = self.mtp(hidden_BTH, targets, self.embedding, self.finish, mask_B1TT, cos_B1TR, sin_B1TR)
+            hidden_BTH = self.mtp(hidden_BTH, targets, self.embedding, self.finish, edges_E, cos_B1TR, sin_B1TR)
         return self.finish(hidden_BTH, labels_BT)
 
     def list_layers(self) -> list[TransformerLayer]:

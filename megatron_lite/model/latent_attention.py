@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lite.config.shape import LatentShape, ModelShape
-from megatron_lite.model.attention import Attend
+from megatron_lite.model.attention import Attend, Scope
 from megatron_lite.model.norm import Norm
 from megatron_lite.model.rotary import rotate
 from megatron_lite.model.rotary_frequencies import compute_score_factor
@@ -75,7 +75,7 @@ class LatentAttention(nn.Module):
     def forward(
         self,
         hidden_BTH: Tensor,
-        mask_B1TT: Tensor | None = None,
+        edges_E: Tensor | None = None,
         cos_B1TR: Tensor | None = None,
         sin_B1TR: Tensor | None = None,
     ) -> Tensor:
@@ -99,7 +99,7 @@ class LatentAttention(nn.Module):
             q_BNTD = q_BNTD * self.query_scale
         dropout = self.dropout if self.training else 0.0
         v_BNTD = self._widen(v_BNTV)
-        out_BNTD = self.attend.function(q_BNTD, k_BNTD, v_BNTD, mask_B1TT, dropout, self.layer_number)
+        out_BNTD = self.attend.function(q_BNTD, k_BNTD, v_BNTD, Scope(edges_E), dropout, self.layer_number)
         out_BNTV = out_BNTD[..., : sizes.v_head_dim]
         projected_BTH: Tensor = self.linear_proj(out_BNTV.transpose(1, 2).flatten(2))
         return projected_BTH

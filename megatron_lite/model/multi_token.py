@@ -81,13 +81,13 @@ class PredictionLayer(nn.Module):
         self,
         hidden_BTH: Tensor,
         embedded_BTH: Tensor,
-        mask_B1TT: Tensor | None,
+        edges_E: Tensor | None,
         cos_B1TR: Tensor | None,
         sin_B1TR: Tensor | None,
     ) -> Tensor:
         both = torch.cat((self.enorm(embedded_BTH), self.hnorm(hidden_BTH)), dim=-1)
         joined_BTH = self.eh_proj(both)
-        further_BTH: Tensor = self.final_layernorm(self.transformer_layer(joined_BTH, mask_B1TT, cos_B1TR, sin_B1TR))
+        further_BTH: Tensor = self.final_layernorm(self.transformer_layer(joined_BTH, edges_E, cos_B1TR, sin_B1TR))
         return further_BTH
 
 
@@ -120,7 +120,7 @@ class MultiTokenPrediction(nn.Module):
         targets: Targets,
         embed: Callable[[Tensor, Tensor], Tensor],
         measure: Callable[[Tensor, Tensor], Tensor],
-        mask_B1TT: Tensor | None = None,
+        edges_E: Tensor | None = None,
         cos_B1TR: Tensor | None = None,
         sin_B1TR: Tensor | None = None,
     ) -> Tensor:
@@ -131,14 +131,14 @@ class MultiTokenPrediction(nn.Module):
             targets: The micro-batch.
             embed: (tokens_BT, positions_BT) -> hidden_BTH.
             measure: (hidden_BTH, labels_BT) -> losses_BT.
-            mask_B1TT: As in TransformerLayer; so are cos_B1TR and sin_B1TR.
+            edges_E: As in TransformerLayer; so are cos_B1TR and sin_B1TR.
         """
         further_BTH = hidden_BTH
         for depth, layer in enumerate(self.layers):
             targets = targets.shift()
             assert targets.mask_BT is not None
             embedded_BTH = embed(targets.tokens_BT, targets.positions_BT)
-            further_BTH = layer(further_BTH, embedded_BTH, mask_B1TT, cos_B1TR, sin_B1TR)
+            further_BTH = layer(further_BTH, embedded_BTH, edges_E, cos_B1TR, sin_B1TR)
             loss = (measure(further_BTH, targets.labels_BT) * targets.mask_BT).sum()
             mean = loss / targets.mask_BT.sum().clamp(min=1)
             self.state.add(depth, mean.detach())

@@ -1,8 +1,9 @@
 """Sequences of which each rank has a part, put on from outside: attention gathers keys and values, all else goes token
 by token.
 
-A rank has two of 2N chunks of each sequence (`Layout.find_chunks`). The queries of each meet the keys up to the chunk's
-own end, by a kernel of their own, so that no kernel needs a mask that flash attention does not know.
+A rank has two of 2R chunks of each sequence (`Layout.find_chunks`). The queries of each meet the keys from the window's
+begin up to the chunk's own end, by a kernel of their own, so that no kernel needs a mask that flash attention does not
+know.
 
 Letters: B batch, N query heads, G query groups, T positions of this rank, S of the whole sequence, D width of one head,
 R ranks, C positions of a chunk.
@@ -21,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from megatron_lite.config.layout import Layout
 from megatron_lite.config.plan import Plan
 from megatron_lite.mesh_axes import CONTEXT
-from megatron_lite.model.attention import Attend
+from megatron_lite.model.attention import Attend, Scope, cut_edges
 from megatron_lite.model.gpt import GPT
 from megatron_lite.parallel.layers import replace_method
 from megatron_lite.parallel.mesh import arrange_ranks, make_group
@@ -51,28 +52,25 @@ def _number_positions(chunks: tuple[range, ...], length: int, device: torch.devi
     return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks])
 
 
-def attend_across(attend: Attend, layout: Layout, group: dist.ProcessGroup, device: str) -> Attend:
+def attend_across(attend: Attend, layout: Layout, group: dist.ProcessGroup) -> Attend:
     """Attention of this rank's queries to keys and values of all ranks.
 
     Args:
         attend: The kernel for each chunk of queries.
         layout: This rank's place among the others.
         group: The ranks that split each sequence.
-        device: cuda or cpu.
     """
-    masks = attend.name == "explicit" or device == "cpu"
-    return replace(attend, function=partial(_attend_to_all, attend.function, masks, layout, group))
+    return replace(attend, function=partial(_attend_to_all, attend.function, layout, group))
 
 
 def _attend_to_all(
     function: Callable[..., Tensor],
-    masks: bool,
     layout: Layout,
     group: dist.ProcessGroup,
     q_BNTD: Tensor,
     k_BGTD: Tensor,
     v_BGTD: Tensor,
-    _mask_B1TT: Tensor | None,
+    scope: Scope,
     dropout: float,
     layer_number: int,
 ) -> Tensor:
@@ -80,26 +78,22 @@ def _attend_to_all(
 
     Args:
         function: An attention kernel; it and what follows `group` are as in Attend, of this rank's positions.
-        masks: Whether the kernel takes masks, or forms of causal attention that need none.
         layout: This rank's place among the others.
         group: The ranks that split each sequence.
+        scope: Of whole sequences.
     """
     k_BGSD, v_BGSD = _gather_sequence(k_BGTD, v_BGTD, layout.context, group)
+    length = k_BGSD.shape[2]
     parts = []
-    for q_BNCD, chunk in zip(q_BNTD.chunk(2, dim=2), layout.find_chunks(k_BGSD.shape[2])):
-        keys = k_BGSD[:, :, : chunk.stop]
-        values = v_BGSD[:, :, : chunk.stop]
-        # None: plain causal
-        earlier: Tensor | None = None
-        if chunk.start and masks:
-            may_attend = torch.ones(len(chunk), chunk.stop, dtype=torch.bool, device=q_BNCD.device)
-            earlier = may_attend.tril(chunk.start)[None, None]
-        elif chunk.start and q_BNCD.is_cuda:  # else a walk's, whose memory is that of any causal attention
-            # imports torch.compile's parts, which takes a second
-            from torch.nn.attention.bias import causal_lower_right
-
-            earlier = causal_lower_right(len(chunk), chunk.stop)
-        parts.append(function(q_BNCD, keys, values, earlier, dropout, layer_number))
+    for q_BNCD, chunk in zip(q_BNTD.chunk(2, dim=2), layout.find_chunks(length)):
+        first = 0 if scope.window is None else max(chunk.start - scope.window, 0)
+        keys = k_BGSD[:, :, first : chunk.stop]
+        values = v_BGSD[:, :, first : chunk.stop]
+        edges_E = scope.edges_E
+        if edges_E is not None:
+            edges_E = cut_edges(edges_E, length, first, chunk.stop)
+        part_BNCD = function(q_BNCD, keys, values, scope._replace(edges_E=edges_E), dropout, layer_number)
+        parts.append(part_BNCD)
     return torch.cat(parts, dim=2)
 
 

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.mesh_axes import QUERY_GROUP, TENSOR
-from megatron_lite.model.attention import Attend
+from megatron_lite.model.attention import Attend, Scope
 from megatron_lite.model.gpt import GPT, Embedding
 from megatron_lite.model.latent_attention import LatentAttention
 from megatron_lite.model.loss import Pieces, fused_token_losses
@@ -478,7 +478,7 @@ def _attend_drawing_otherwise(
     q_BNTD: Tensor,
     k_BGTD: Tensor,
     v_BGTD: Tensor,
-    mask_B1TT: Tensor | None,
+    scope: Scope,
     dropout: float,
     layer_number: int,
 ) -> Tensor:
@@ -488,7 +488,7 @@ def _attend_drawing_otherwise(
         function: An attention kernel, whose arguments and result are those of Attend's.
         rank: This rank's number among those that split the heads.
     """
-    others = (k_BGTD, v_BGTD, mask_B1TT, dropout, layer_number)
+    others = (k_BGTD, v_BGTD, scope, dropout, layer_number)
     if not dropout:
         return function(q_BNTD, *others)
     if q_BNTD.device.type == "cpu":

@@ -22,7 +22,7 @@ def predict_attention_kernel(
     """Predict which kernel computes attention for --attention-backend on a device.
 
     The trainer's rule, then torch's own choice on a GPU since Ampere and on a CPU (sdp_utils.cpp, sdp_utils_cpp.cpp of
-    torch 2.13). cuDNN's kernel keeps what flash keeps. On a GPU flash knows no mask and no fp32, the memory-efficient
+    torch 2.13). cuDNN's kernel keeps what flash keeps. On a GPU flash knows no fp32, the memory-efficient
     one no groups; a CPU's flash knows no dropout.
 
     Args:
@@ -40,7 +40,7 @@ def predict_attention_kernel(
     if backend in EXPLICIT_BACKENDS:
         return UNFUSED, False
     width = 4 if precision == "fp32" else 2
-    if width == 2 and not masked and shape.kv_channels <= MAX_FLASH_HEAD:
+    if width == 2 and shape.kv_channels <= MAX_FLASH_HEAD:
         return FUSED, True
     return (MATH, False) if shape.kv_channels * width % EFFICIENT_HEAD_BYTES else (FUSED, False)
 

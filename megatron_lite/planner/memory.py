@@ -20,7 +20,7 @@ from megatron_lite.config.layout import count_keys
 from megatron_lite.config.loss_rows import MAX_LOGITS, count_rows
 from megatron_lite.config.model_size import list_attention_matrices
 from megatron_lite.config.plan import Plan
-from megatron_lite.config.shape import LatentShape
+from megatron_lite.config.shape import MIN_WINDOW_BLOCK, LatentShape
 from megatron_lite.formats.hardware import Processor, padded
 from megatron_lite.formats.run_record import LedgerRow, MemoryPrediction
 from megatron_lite.phases import Phase
@@ -180,9 +180,13 @@ def _keep_result(batch: MicroBatch) -> Held:
         wider = each * padded(shape.kv_channels, FLASH_HEAD_STEP)
         held.update({QKV: wider * (heads + 2 * shape.num_query_groups), ATTENTION: wider * heads})
         return held
-    if batch.masked:
+    if batch.masked and not batch.is_flash:
         # a mask as numbers
         held[SCORES] += each * shape.seq_length
+    elif batch.masked and batch.on_cpu:
+        # documents' results, or those of blocks of a window, are put together
+        held[ATTENTION] += projected_bytes
+        held[SCORES] += _count_window_mask(batch)
     # where attention is recomputed in fp32, the mask is kept as it was given, in bytes
     mask_bytes = 1 if batch.attends_in_fp32 else each
     held[SCORES] += mask_bytes * batch.masked_chunk_scores // batch.tokens
@@ -192,6 +196,18 @@ def _keep_result(batch: MicroBatch) -> Held:
     elif _widens_values(batch):
         held[ATTENTION] += projected_bytes
     return held
+
+
+def _count_window_mask(batch: MicroBatch) -> int:
+    """Bytes, for each token, of the masks of a window's blocks on a CPU, which sequences share."""
+    window = batch.shape.window
+    length = batch.shape.seq_length
+    if window is None or window >= length - 1:
+        return 0
+    block = min(max(window, MIN_WINDOW_BLOCK), length)
+    keys = min(block + window, length)
+    mask_bytes = 1 if batch.attends_in_fp32 else batch.element_bytes
+    return mask_bytes * keys // batch.size
 
 
 def _keep_queries_and_keys(batch: MicroBatch, copies: _Copies) -> Held:

@@ -56,7 +56,7 @@ def build_model(plan: Plan, groups: Groups, backend: Backend) -> nn.Module:
     kernels = choose_kernels(plan)
     attend = backend.choose_attention(plan, kernels, groups.tensor)
     if groups.context is not None:
-        attend = attend_across(attend, plan.layout, groups.context, plan.device)
+        attend = attend_across(attend, plan.layout, groups.context)
     losses = backend.choose_losses(plan, kernels, groups.tensor)
     with torch.device("meta"):
         model = GPT(plan.rank_shape, attend, losses)

@@ -54,6 +54,7 @@ def choose_plan_attention(
         device=device,
         dtype=DTYPES[plan.precision],
         masked=plan.masks_attention,
+        on_gpu=plan.device != "cpu",
         explain=m.explain_attention,
         why_explicit=kernels.why_explicit,
         pick=pick,

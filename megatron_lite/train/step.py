@@ -57,11 +57,12 @@ class BatchMaker:
     def __call__(self, raw_BT1: Tensor) -> Batch:
         """Make the batch of raw_BT1, int64 [B, T + 1]: this rank's positions of it."""
         batch = make_batch(
-            self._to_device(raw_BT1),
+            raw_BT1,
             eod=self._eod,
             eod_mask_loss=self._data.eod_mask_loss,
             reset_position_ids=self._data.reset_position_ids,
             reset_attention_mask=self._data.reset_attention_mask,
+            to_device=self._to_device,
         )
         if self._layout.context == 1:
             return batch

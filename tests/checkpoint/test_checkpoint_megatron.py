@@ -411,7 +411,7 @@ def test_newer_spellings_of_arguments(tmp_path):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("softmax_type", "learnable"), ("no_rope_freq", 4),
+        ("no_rope_freq", 4),
         ("fp32_residual_connection", True), ("softmax_scale", 1.0), ("quick_geglu", True),
         ("position_embedding_type", "mrope"), ("normalization", "L2Norm"), ("moe_latent_size", 8), ("qk_l2_norm", True),
         ("gated_linear_unit", True), ("num_experts", 8),

@@ -68,7 +68,7 @@ ONE_MISTAKE = read_table("""
 --num-expert 8 | --num-expert is not a flag; did you mean --num-experts?
 --fp4_format e2m1 | --fp4_format is not a flag, and --fp4-format of Megatron-LM is not here either; leave it out.
 --recompute-m x | --recompute-m is not a flag; did you mean --recompute-method?
---softmax-type learnable | --softmax-type ABSENT: layers attend with a plain softmax and the same positions.
+--qk-clip-alpha 0.5 | --qk-clip-alpha ABSENT: layers attend with a plain softmax and the same positions.
 --fp4-format e2m1 | --fp4-format ABSENT, and use --bf16 or --fp16.
 --dump-param-to-param-group-map a b | --dump-param-to-param-group-map ABSENT.
 --x 1 --x 2 | --x is not a flag; --help lists them all.

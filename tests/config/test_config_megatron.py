@@ -169,7 +169,7 @@ def test_switches_that_megatron_takes_in_two_spellings_pass_in_both(flag):
 
 def test_values_that_ask_for_nothing_pass():
     passing = {flag.name: flag.passing for flag in read_flags().values() if flag.passing is not None}
-    assert len(passing) == 8
+    assert len(passing) == 7
     for name, values in passing.items():
         assert mistakes([name, *values]) == [] and name in find_texts(*STOPPING)
         assert read([name, *values]).notes == [f"{' '.join((name, *values))} has no effect here: it is so anyway."]

@@ -81,6 +81,8 @@ def test_what_is_allowed_passes():
         *((changes, World()) for changes in ("", *FINE)),
         ("--attention-backend flash --bf16", ONE_GPU),
         ("--attention-backend fused --fp16 --reset-attention-mask", ONE_GPU),
+        ("--attention-backend flash --fp16 --reset-attention-mask --window-size 3,0", ONE_GPU),
+        ("--context-parallel-size 2 --reset-attention-mask --window-size 3,0 --global-batch-size 8", FOUR_RANKS),
         ("--distributed-backend nccl", ONE_GPU),
         ("--distributed-backend gloo", ONE_GPU),
         ("--use-pytorch-profiler", World(under_nsys=True)),

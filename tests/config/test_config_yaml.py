@@ -111,7 +111,7 @@ save: '' | {path}: --save '': is no usable value; give one, or drop the flag.
 fp8_format: hybrid | {path}: --fp8-format is refused: there is no FP8 here; drop it and use --bf16 or --fp16.
 optimizer_cpu_offload: true | {path}: --optimizer-cpu-offload is refused: weights, moments and activations stay on the training device, masters and moments in fp32; drop it.
 fp8: e4m3 | {path}: --fp8-format is refused: there is no FP8 here; drop it and use --bf16 or --fp16.
-softmax_type: learnable | {path}: --softmax-type ABSENT: layers attend with a plain softmax and the same positions.
+qk_clip_alpha: 0.5 | {path}: --qk-clip-alpha ABSENT: layers attend with a plain softmax and the same positions.
 init_method: xavier_uniform | {path}: --init-method-xavier-uniform ABSENT: all matrices begin with the standard deviation of --init-method-std.
 zzz: true | {path}: --zzz is not a flag; --help lists them all.
 masked_softmax_fusion: 3 | {path}: masked_softmax_fusion: 3: is a switch; give true or false.

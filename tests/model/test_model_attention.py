@@ -9,15 +9,27 @@ from support.model_variants import PLAIN, VARIANTS, build, tokens
 from torch.nn.attention import SDPBackend
 
 from megatron_lite.errors import UserError
-from megatron_lite.model.attention import explicit_attention, make_document_mask, sdpa_attention
+from megatron_lite.model.attention import (
+    CAUSAL,
+    Scope,
+    explicit_attention,
+    find_document_edges,
+    make_mask,
+    sdpa_attention,
+)
 from megatron_lite.model.attention_choice import choose_attention
 
+CPU = torch.device("cpu")
 DROPPING = replace(PLAIN, attention_dropout=0.25)
 GROUPED = replace(PLAIN, num_query_groups=2)
 
 
 def choose(backend, shape=PLAIN, device="cpu", dtype=torch.float32, masked=False, explain=False, **more):
     return choose_attention(backend, shape, batch=2, device=device, dtype=dtype, masked=masked, explain=explain, **more)
+
+
+def edges_of(documents):
+    return find_document_edges(torch.tensor(documents), CPU)
 
 
 def heads(number, seed, length=12, width=8, dtype=torch.float32):
@@ -50,14 +62,14 @@ def test_16_bit_kernels_round_no_more_than_what_they_store(dtype, spread):
     q, k, v = (x.to(dtype) for x in (q, k, v))
     exact, spread_of_values = (
         explicit_attention(
-            q.double(), k.double(), values.double(), None, 0.0, 1, fp32_softmax=False, scale_by_layer=False
+            q.double(), k.double(), values.double(), CAUSAL, 0.0, 1, fp32_softmax=False, scale_by_layer=False
         )
         for values in (v, v.abs())
     )
     largest_score = (q.double() @ k.double().transpose(-2, -1)).abs().max() / q.shape[-1] ** 0.5
     unit = torch.finfo(dtype).eps / 2 * spread_of_values
-    flash = sdpa_attention(q, k, v, None, 0.0, 1, backend=SDPBackend.FLASH_ATTENTION, expand=False)
-    explicit = explicit_attention(q, k, v, None, 0.0, 1, fp32_softmax=False, scale_by_layer=False)
+    flash = sdpa_attention(q, k, v, CAUSAL, 0.0, 1, backend=SDPBackend.FLASH_ATTENTION, expand=False)
+    explicit = explicit_attention(q, k, v, CAUSAL, 0.0, 1, fp32_softmax=False, scale_by_layer=False)
     for out, roundings in ((flash, 2.5), (explicit, 2.5 + 2 * largest_score)):
         units = (out.double() - exact).abs() / unit
         assert 0.4 < units.max() < roundings  # at least the result's own rounding
@@ -65,14 +77,14 @@ def test_16_bit_kernels_round_no_more_than_what_they_store(dtype, spread):
 
 def test_expanding_the_groups_changes_nothing():
     q, k, v = heads(4, 1), heads(2, 2), heads(2, 3)
-    outs = [sdpa_attention(q, k, v, None, 0.0, 1, backend=None, expand=expand) for expand in (False, True)]
+    outs = [sdpa_attention(q, k, v, CAUSAL, 0.0, 1, backend=None, expand=expand) for expand in (False, True)]
     torch.testing.assert_close(*outs, rtol=0, atol=1e-6)
 
 
 def test_layer_scaling_keeps_half_precision_scores_finite():
     """Scores of 113,000 overflow fp16; divided by the layer's number 4 they do not, and the result is the same."""
     q, k, v = heads(4, 1).sign() * 200, heads(4, 2).sign() * 200, heads(4, 3)
-    arguments = {"mask_B1TT": None, "dropout": 0.0, "layer_number": 4, "fp32_softmax": False}
+    arguments = {"scope": CAUSAL, "dropout": 0.0, "layer_number": 4, "fp32_softmax": False}
     exact = explicit_attention(q.double(), k.double(), v.double(), **arguments, scale_by_layer=False)
     half = [x.half() for x in (q, k, v)]
     assert not explicit_attention(*half, **arguments, scale_by_layer=False).isfinite().all()
@@ -85,7 +97,7 @@ def test_attention_dropout_strikes_probabilities(backend):
     q, k = heads(4, 1, length=64), heads(4, 2, length=64)
     identity = torch.eye(64).expand(2, 4, 64, 64)
     function = choose(backend, DROPPING).function
-    kept, struck = function(q, k, identity, None, 0.0, 1), function(q, k, identity, None, 0.25, 1)
+    kept, struck = function(q, k, identity, CAUSAL, 0.0, 1), function(q, k, identity, CAUSAL, 0.25, 1)
     allowed = torch.ones(64, 64, dtype=torch.bool).tril().expand_as(kept)
     assert (kept[~allowed] == 0).all() and (struck[~allowed] == 0).all()
     assert 0.22 < (struck[allowed] == 0).float().mean() < 0.28
@@ -101,7 +113,7 @@ def test_dropout_ends_with_training():
 
 
 def test_document_mask_is_causal_within_equal_numbers():
-    mask = make_document_mask(torch.tensor([[3, 3, 4]]))
+    mask = make_mask(Scope(edges_of([[3, 3, 4]])), 1, 3, 3, CPU)
     assert mask.tolist() == [[[[True, False, False], [True, True, False], [False, False, True]]]]
 
 
@@ -110,9 +122,9 @@ def test_document_mask_is_causal_within_equal_numbers():
 def test_the_name_is_what_runs(backend, shape, masked):
     chosen = choose(backend, shape, masked=masked)
     q, k, v = heads(4, 1).requires_grad_(), heads(shape.num_query_groups, 2), heads(shape.num_query_groups, 3)
-    mask = make_document_mask(torch.zeros(2, 12)) if masked else None
+    scope = Scope(edges_of([[0] * 12] * 2)) if masked else CAUSAL
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        chosen.function(q, k, v, mask, shape.attention_dropout, 1)
+        chosen.function(q, k, v, scope, shape.attention_dropout, 1)
     ran_flash = any("flash_attention" in event.key for event in profile.key_averages())
     assert chosen.name == ("sdpa flash" if ran_flash else "sdpa math")
 
@@ -174,8 +186,8 @@ def test_auto_survives_a_torch_that_does_not_answer(monkeypatch):
     chosen = choose("auto", GROUPED, explain=True)
     assert chosen.name == "sdpa"
     q, k, v = heads(4, 1), heads(2, 2), heads(2, 3)
-    expected = choose("unfused", GROUPED).function(q, k, v, None, 0.0, 1)
-    torch.testing.assert_close(chosen.function(q, k, v, None, 0.0, 1), expected, rtol=0, atol=1e-6)
+    expected = choose("unfused", GROUPED).function(q, k, v, CAUSAL, 0.0, 1)
+    torch.testing.assert_close(chosen.function(q, k, v, CAUSAL, 0.0, 1), expected, rtol=0, atol=1e-6)
 
 
 def test_groups_are_expanded_where_only_that_allows_a_fused_kernel(monkeypatch):
@@ -187,7 +199,7 @@ def test_groups_are_expanded_where_only_that_allows_a_fused_kernel(monkeypatch):
     assert chosen.name == "sdpa efficient"
     seen, functional = [], torch.nn.functional
     monkeypatch.setattr(functional, "scaled_dot_product_attention", lambda q, k, v, **rest: seen.append((k, rest)))
-    chosen.function(heads(4, 1), heads(2, 2), heads(2, 3), None, 0.0, 1)
+    chosen.function(heads(4, 1), heads(2, 2), heads(2, 3), CAUSAL, 0.0, 1)
     assert seen[0][0].shape[1] == 4 and seen[0][1]["enable_gqa"] is False
 
 
@@ -201,9 +213,10 @@ def test_kernels_on_a_gpu_equal_the_explicit_one(backend, masked):
     except UserError as error:
         pytest.skip(str(error))
     q, k, v = (heads(n, n, 128, 64, torch.bfloat16).cuda() for n in (4, 2, 2))
-    mask = make_document_mask((torch.arange(128, device="cuda") // 50).expand(2, 128)) if masked else None
-    expected = choose("unfused", shape).function(q.float(), k.float(), v.float(), mask, 0.0, 1)
-    assert (chosen.function(q, k, v, mask, 0.0, 1).float() - expected).abs().max() < 0.03
+    documents = (torch.arange(128) // 50).expand(2, 128)
+    scope = Scope(find_document_edges(documents, torch.device("cuda"))) if masked else CAUSAL
+    expected = choose("unfused", shape).function(q.float(), k.float(), v.float(), scope, 0.0, 1)
+    assert (chosen.function(q, k, v, scope, 0.0, 1).float() - expected).abs().max() < 0.03
 
 
 def test_layers_differ_by_their_number_only_where_it_counts():

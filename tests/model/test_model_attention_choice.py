@@ -83,7 +83,7 @@ def chosen(winner, able=("flash",)):
 def test_the_winner_is_taken_and_said_if_it_can_run_here():
     found = chosen("flash")
     assert (found.name, found.timed) == ("sdpa flash", "1.00 ms forward and backward")
-    assert found.function.keywords == {"backend": None, "expand": False}  # torch's own choice, as without a race
+    assert found.function.keywords["backend"] is None  # torch's own choice, as without a race
     found = chosen("cudnn")  # of another rank
     assert (found.name, found.timed, found.function.keywords["backend"]) == ("sdpa flash", "", None)
 

@@ -10,7 +10,6 @@ from support.model_variants import PLAIN, VARIANTS, build, tokens
 
 from megatron_lite.checkpoint.find import open_checkpoint
 from megatron_lite.config.expert_layers import parse_window_layers
-from megatron_lite.config.world import World
 from megatron_lite.errors import ConfigError
 from megatron_lite.generate import Generator
 
@@ -67,8 +66,6 @@ def test_flags_become_a_shape():
     for words in ("--window-size 3,1", "--window-size 3", "--window-size 3,0 --window-attn-skip-freq [1,0]"):
         with pytest.raises(ConfigError, match=r"--window-(size|attn-skip-freq)"):
             shape_of(words)
-    with pytest.raises(ConfigError, match="a window may lie on several ranks"):
-        plan_of(flags("--window-size 3,0 --context-parallel-size 2"), World(size=2))
 
 
 @pytest.mark.parametrize("form", ["torch_dist", "torch"])
@@ -87,10 +84,11 @@ def test_ranks_are_one_rank(tmp_path):
     with alone():
         quietly(words, tmp_path / "one")
     on_ranks(train_split, tmp_path / "two", *words)
-    for kind in ("tensor", "stages"):
+    for kind in ("tensor", "stages", "context"):
         assert losses(tmp_path / "two" / kind) == pytest.approx(losses(tmp_path / "one"), rel=2e-6)
 
 
 def train_split(world, *argv: str):
     train([*argv, "--tensor-model-parallel-size", "2", "--sequence-parallel"], Path("tensor"), world)
     train([*argv, "--pipeline-model-parallel-size", "2"], Path("stages"), world)
+    train([*argv, "--context-parallel-size", "2"], Path("context"), world)

@@ -43,7 +43,8 @@ def sizes(rehearsal: Rehearsal, operation: str, phase: str = "forward") -> list[
         ("--fp16 --attention-backend flash " + DROPOUT, "flash"),
         ("--bf16 --attention-backend fused", "flash"),
         ("", "efficient"),
-        ("--bf16 --reset-attention-mask", "efficient"),
+        ("--bf16 --reset-attention-mask", "flash"),
+        ("--bf16 --window-size 3,0", "flash"),
         ("--bf16 --group-query-attention --num-query-groups 2", "flash"),
         ("--group-query-attention --num-query-groups 2", "efficient"),
         ("--bf16 --kv-channels 10", "flash"),
@@ -63,12 +64,12 @@ def test_scores_are_written_down_where_no_kernel_keeps_them_away(words):
 
 
 def test_what_kernels_keep():
-    """Padded heads; a mask per layer, of two sequences in bf16; a byte per element of a dropout; one number per row of a norm."""
+    """Padded heads; a mask per layer, of two sequences in fp32; a byte per element of a dropout; one number per row of a norm."""
     flash = "_scaled_dot_product_flash_attention"
     even, odd = (sizes(on_gpu(f"--bf16 --kv-channels {width}"), flash)[0] for width in (16, 10))
     assert even == odd
-    masks = allocations(on_gpu("--bf16 --reset-attention-mask"), "step 1/forward", "aten.where.")
-    assert masks == LAYERS * [2 * POSITIONS * POSITIONS * 2]
+    masks = allocations(on_gpu("--reset-attention-mask"), "step 1/forward", "aten.where.")
+    assert masks == LAYERS * [2 * POSITIONS * POSITIONS * 4]
     dropped = sizes(on_gpu("--bf16 " + DROPOUT), "native_dropout")
     assert dropped.count(TOKENS * HIDDEN) == 1 + 2 * LAYERS  # the embedding's, two per layer
     norm = allocations(on_gpu("--bf16 --normalization RMSNorm"), "step 1/forward/decoder.final_layernorm", "")

@@ -131,11 +131,6 @@ BY_WORLD = [  # changes, world, the flag with which the answer begins
     ("--context-parallel-size 3", FOUR_RANKS, "does not divide the number of ranks, 4; start a multiple of 3"),
     ("--context-parallel-size 4 --seq-length 20", FOUR_RANKS, "--seq-length 20 is not divisible by 8, its pieces"),
     (
-        "--context-parallel-size 2 --reset-attention-mask --global-batch-size 8",
-        FOUR_RANKS,
-        "does not go with --reset-attention-mask",
-    ),
-    (
         "--tensor-model-parallel-size 3",
         FOUR_RANKS,
         "size 3: does not divide the number of ranks, 4; start a multiple of 3",
@@ -167,7 +162,11 @@ BY_WORLD = [  # changes, world, the flag with which the answer begins
     ),
     ("--attention-backend flash", ONE_GPU, "--attention-backend flash needs --bf16 or --fp16 on a GPU"),
     ("--attention-backend fused", ONE_GPU, "--attention-backend fused needs --bf16 or --fp16 on a GPU"),
-    ("--attention-backend flash --bf16 --reset-attention-mask", ONE_GPU, "--attention-backend flash has no masks"),
+    (
+        "--attention-backend fused --bf16 --softmax-type learnable",
+        ONE_GPU,
+        "--attention-backend fused has no offsets of --softmax-type learnable",
+    ),
     ("--global-batch-size 12", FOUR_RANKS, "--global-batch-size 12 is not divisible by --micro-batch-size 2 times"),
     (
         "--use-distributed-optimizer --use-torch-fsdp2",
@@ -293,11 +292,6 @@ BY_WORLD = [  # changes, world, the flag with which the answer begins
         f"{PP2} --num-layers 8 --account-for-loss-in-pipeline-split --decoder-first-pipeline-num-layers 4",
         FOUR_RANKS,
         "--decoder-first-pipeline-num-layers and --account-for-loss-in-pipeline-split exclude each other; drop one",
-    ),
-    (
-        "--window-size 3,0 --context-parallel-size 2",
-        FOUR_RANKS,
-        "--window-size 3,0 does not go with --context-parallel-size 2: a window may lie on several ranks",
     ),
     (
         "--optimizer muon --tensor-model-parallel-size 2",

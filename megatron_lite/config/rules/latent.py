@@ -28,6 +28,7 @@ def latent_rules(args: Args, world: World) -> Iterator[str]:
             turns_itself,
         ),
         "--window-size": (m.window_size is not None, "windows of it are not built"),
+        f"--softmax-type {m.softmax_type}": (m.softmax_type != "vanilla", "offsets of its softmax are not built"),
         "--use-mup": (m.use_mup, "its rules for latent vectors are not built"),
         "--ckpt-format torch": (
             args.checkpoint.ckpt_format == "torch",

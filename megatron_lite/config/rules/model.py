@@ -51,9 +51,8 @@ def _check_attention_kernel(args: Args, on_gpu: bool) -> Iterator[str]:
         yield f"{backend} is cuDNN's, which needs a GPU and this machine shows none; use --attention-backend auto."
     elif kind in ("flash", "fused") and on_gpu and not in_16_bits:
         yield f"{backend} needs --bf16 or --fp16 on a GPU; add one, or use --attention-backend auto."
-    elif kind == "flash" and on_gpu and (args.data.reset_attention_mask or m.window_size is not None):
-        flag = "--reset-attention-mask" if args.data.reset_attention_mask else f"--window-size {m.window_size}"
-        yield f"{backend} has no masks on a GPU, which {flag} needs; use --attention-backend auto."
+    elif kind == "fused" and m.softmax_type != "vanilla":
+        yield f"{backend} has no offsets of --softmax-type {m.softmax_type}; use --attention-backend auto."
     elif kind == "flash" and not on_gpu and m.attention_dropout:
         yield f"{backend} has no dropout on a CPU; add --attention-dropout 0, or use --attention-backend auto."
 
@@ -104,7 +103,6 @@ def _check_tensors(args: Args) -> Iterator[str]:
 def _check_window(args: Args) -> Iterator[str]:
     """Mistakes among windows of attention."""
     m = args.model
-    context = args.parallel.context_parallel_size
     if m.window_size is None:
         return
     shown = f"--window-size {m.window_size}"
@@ -112,9 +110,6 @@ def _check_window(args: Args) -> Iterator[str]:
         parse_window(m.window_size)
     except ValueError:
         yield f"{shown}: needs the number of tokens before and 0, since none after is attended to, such as 127,0."
-    if context > 1:
-        why = "a window may lie on several ranks"
-        yield f"{shown} does not go with --context-parallel-size {context}: {why}; drop one of them."
     try:
         parse_window_layers(m.window_attn_skip_freq, m.num_layers or 1)
     except ValueError as error:
@@ -195,6 +190,7 @@ def _check_custom_model(args: Args) -> Iterator[str]:
         "--torch-compile layers": args.training.torch_compile == "layers",
         "--use-mup": m.use_mup,
         "--window-size": m.window_size is not None,
+        f"--softmax-type {m.softmax_type}": m.softmax_type != "vanilla",
         "--optimizer muon": args.optimizer.optimizer == "muon",
         "--log-throughput": args.watch.log_throughput,
         "--decoupled-lr": args.optimizer.decoupled_lr is not None,

@@ -125,9 +125,6 @@ def _check_context_parallel(args: Args, world: World) -> Iterator[str]:
     if length and length % pieces:
         undivided = f"--seq-length {length} is not divisible by {pieces}"
         yield f"{name}: {undivided}, its pieces on all ranks; change one of them."
-    if args.data.reset_attention_mask:
-        mask = "--reset-attention-mask, whose documents may lie on several ranks"
-        yield f"{name} does not go with {mask}; drop one of them."
 
 
 def _list_chunk_flags(p: ParallelArgs) -> dict[str, int | None]:

@@ -3,16 +3,18 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lite.config.layout import is_of_experts
 from megatron_lite.config.plan import Plan
 from megatron_lite.marks import GRADIENT_BUFFER, mark_memory
-from megatron_lite.model.attention import Attend
+from megatron_lite.model.attention import Attend, Scope
 from megatron_lite.model.experts import RouteReader
 from megatron_lite.model.gpt import DTYPES, GPT
 from megatron_lite.model.kernels import Kernels
@@ -22,6 +24,7 @@ from megatron_lite.planner.walk.even_routing import make_even_reader
 from megatron_lite.train.choose_kernels import choose_losses, choose_plan_attention
 from megatron_lite.units import MIB
 
+FLASH = "sdpa flash"  # as choose_attention names it
 HOST = torch.device("cpu")  # tensors without data are said to lie here, whatever device they stand for
 
 
@@ -37,7 +40,10 @@ class FakeBackend:
             # torch refuses cuDNN's attention without a GPU; what torch takes otherwise keeps the same tensors
             model = replace(model, attention_backend="auto")
             plan = replace(plan, args=replace(plan.args, model=model))
-        return choose_plan_attention(plan, HOST, kernels)
+        attend = choose_plan_attention(plan, HOST, kernels)
+        if attend.name == FLASH and plan.masks_attention:
+            return replace(attend, function=partial(_attend_without_data, attend.function, plan.device == "cuda"))
+        return attend
 
     def choose_losses(self, plan: Plan, kernels: Kernels, tensor: TensorGroup | None) -> Callable[..., Tensor]:
         """Choose the loss that is not compiled."""
@@ -63,6 +69,32 @@ class FakeBackend:
     ) -> "BucketedReplica":
         """Wrap the model in a stand-in for DistributedDataParallel, which cannot run without data."""
         return BucketedReplica(model, bucket_mib, group)
+
+
+def _attend_without_data(
+    function: Callable[..., Tensor],
+    on_gpu: bool,
+    q_BNTD: Tensor,
+    k_BGSD: Tensor,
+    v_BGSD: Tensor,
+    scope: Scope,
+    dropout: float,
+    layer_number: int,
+) -> Tensor:
+    """Attend with the memory of flash kernels, which depends on neither documents nor, on a GPU, windows.
+
+    Args:
+        function: The kernel; what follows `on_gpu` is as in Attend.
+        on_gpu: Whether the plan's device is a GPU.
+    """
+    if not on_gpu:
+        out_BNTD = function(q_BNTD, k_BGSD, v_BGSD, scope._replace(edges_E=None), dropout, layer_number)
+        # the results of documents are put together
+        return out_BNTD if scope.edges_E is None else out_BNTD.clone()
+    is_grouped = q_BNTD.shape[1] != k_BGSD.shape[1]
+    return F.scaled_dot_product_attention(
+        q_BNTD, k_BGSD, v_BGSD, dropout_p=dropout, is_causal=True, enable_gqa=is_grouped
+    )
 
 
 @contextlib.contextmanager

@@ -128,6 +128,13 @@ def cuda_attention(
     Returns:
         (B, N, T, D).
     """
+    if attn_mask is not None:
+        from torch.nn.attention.bias import CausalBias  # takes a second
+
+        if isinstance(attn_mask, CausalBias):
+            # causal from the end, which kernels know
+            attn_mask = None
+            is_causal = True
     choice = cuda_choice(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     width = q.shape[-1]
     factor = width**-0.5 if scale is None else scale
