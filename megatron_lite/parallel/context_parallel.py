@@ -80,7 +80,7 @@ def _attend_to_all(
         function: An attention kernel; it and what follows `group` are as in Attend, of this rank's positions.
         layout: This rank's place among the others.
         group: The ranks that split each sequence.
-        scope: Of whole sequences.
+        scope: What each position of the whole sequences may attend to.
     """
     k_BGSD, v_BGSD = _gather_sequence(k_BGTD, v_BGTD, layout.context, group)
     length = k_BGSD.shape[2]
