@@ -5,6 +5,7 @@ what comes of that, has a shape, a type and a place, and no values: torch's Fake
 wherever they are made, since nobody reads them.
 """
 
+import importlib
 import os
 import sys
 from collections.abc import Iterable
@@ -27,6 +28,7 @@ MAKE_EMPTY = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.d
 READ_VALUE = torch.ops.aten._local_scalar_dense.default
 MOVE = torch.ops.aten._to_copy.default
 ASK_DEVICE = torch.ops.prim.device.default
+SUPPORTED = "_foreach_supported_types"  # torch's lists of classes of tensors that it computes with in lists
 ORIGINAL = "original"  # attribute of a tensor without data: that of the host which it stands for
 Operation = OpOverload[..., object]
 
@@ -183,6 +185,17 @@ def _makes_weights() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def let_torch_compute_in_lists() -> None:
+    """Let optimizers and clipping take tensors without data for plain ones, which they compute with in lists on a GPU.
+
+    A list of results holds as much as all weights, where one after the other would hold one.
+    """
+    for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
+        kinds: list[type] = getattr(importlib.import_module(name), SUPPORTED)
+        if FakeTensor not in kinds:
+            kinds.append(FakeTensor)
 
 
 def make_weights_without_data(tensors: DeviceTensors, without_data: WithoutData) -> None:

@@ -14,7 +14,13 @@ from torch import nn
 from megatron_lite.caching_allocator import Allocation, rounded
 from megatron_lite.errors import UserError
 from megatron_lite.fit.cuda_answers import answer_as
-from megatron_lite.fit.device_tensors import DeviceTensors, MovedBatch, WithoutData, make_weights_without_data
+from megatron_lite.fit.device_tensors import (
+    DeviceTensors,
+    MovedBatch,
+    WithoutData,
+    let_torch_compute_in_lists,
+    make_weights_without_data,
+)
 from megatron_lite.fit.driverless_cuda import CannotPretend, let_torch_see_a_gpu
 from megatron_lite.fit.fake_ranks import stand_for_other_ranks
 from megatron_lite.fit.repeated_forwards import RepeatedForwards
@@ -102,6 +108,7 @@ class ScriptWalk:
             self._tracker = self._show_gpu(self._gpu)
         without_data = WithoutData()
         tensors = DeviceTensors(without_data, self.batch, self.branches)
+        let_torch_compute_in_lists()
         make_weights_without_data(tensors, without_data)
         give_unknown_values(self.branches)
         self._leave_uncompiled()

@@ -18,7 +18,8 @@ from megatron_lite.planner.what_if import MARGIN
 from megatron_lite.variables import BOOTSTRAP, FIT_REQUEST, prepend_python_path
 
 MIN_SAVED = 0.01  # of the peak, for a change to be told
-MAX_TRIES = 4  # of batches, until the largest that fits is found
+MAX_TRIES = 6  # of batches, until the largest that fits is found
+BATCH_STEP = 4  # by which a batch grows or shrinks where nothing tells how far to go
 MAX_AT_ONCE = 2  # processes
 
 
@@ -121,10 +122,10 @@ class Walker:
         assert self.processor is not None
         if not record.batch:
             return None, "no tensor of a batch was moved to the GPU in a step"
-        room = int(self.processor.memory_bytes * (1 - MARGIN))
+        room_bytes = int(self.processor.memory_bytes * (1 - MARGIN))
         walked = {record.batch: record.reserved_peak_bytes}
-        wanted = record.batch * 2 if record.reserved_peak_bytes <= room else max(record.batch // 2, 1)
         for _ in range(MAX_TRIES):
+            wanted = choose_next_batch(walked, room_bytes)
             if wanted in walked:
                 break
             show(f"with batches of {wanted} ...")
@@ -132,21 +133,46 @@ class Walker:
             if found.failure:
                 return None, f"batches of {wanted} instead of {record.batch} failed: {found.failure}"
             walked[wanted] = found.reserved_peak_bytes
-            wanted = _extrapolate(walked, room)
-        fitting = [size for size, peak_bytes in walked.items() if peak_bytes <= room]
+        fitting = [size for size, peak_bytes in walked.items() if peak_bytes <= room_bytes]
         if not fitting:
             return None, f"batches of {min(walked)} do not fit either"
         return LargestBatch(max(fitting), walked[max(fitting)]), ""
 
 
-def _extrapolate(walked: dict[int, int], room: int) -> int:
-    """Find the batch that just fits, by a line through the two nearest that were walked."""
-    nearest = sorted(walked, key=lambda size: abs(walked[size] - room))[:2]
-    first, second = sorted(nearest)
+def choose_next_batch(walked: dict[int, int], room_bytes: int) -> int:
+    """Choose the batch to walk next, in search of the largest that fits.
+
+    Memory grows in proportion to the batch where activations make the peak, and not at all where the optimizer does.
+
+    Args:
+        walked: Bytes at the peak, by batch.
+        room_bytes: What fits.
+
+    Returns:
+        A batch that was walked already, where the search has ended.
+    """
+    fitting = sorted(size for size, peak_bytes in walked.items() if peak_bytes <= room_bytes)
+    others = sorted(size for size in walked if size not in fitting)
+    if not fitting:
+        return max(others[0] // BATCH_STEP, 1)
+    largest = fitting[-1]
+    if others:
+        wanted = _interpolate(walked, largest, others[0], room_bytes)
+        # at least one further, and closer than was walked already
+        return min(max(wanted, largest + 1), others[0] - 1) if others[0] - largest > 1 else largest
+    if len(fitting) > 1:
+        wanted = _interpolate(walked, fitting[-2], largest, room_bytes)
+        if wanted > largest:
+            return wanted
+    return largest * BATCH_STEP
+
+
+def _interpolate(walked: dict[int, int], first: int, second: int, room_bytes: int) -> int:
+    """Find where the line through two batches that were walked meets what fits; 0 where it does not rise."""
     slope = (walked[second] - walked[first]) / (second - first)
     if slope <= 0:
-        return second
-    return max(int(first + (room - walked[first]) / slope), 1)
+        return 0
+    return int(first + (room_bytes - walked[first]) / slope)
 
 
 def _describe_first_rank(ranks: int) -> dict[str, str]:

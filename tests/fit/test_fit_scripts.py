@@ -175,3 +175,18 @@ def test_a_validation_of_many_batches_is_walked_twice(tmp_path):
 def test_gpus_of_other_makers_are_refused(capsys):
     assert main(["fit", "--gpu", "MI300X", "--", "python", "train.py"]) == 2
     assert capsys.readouterr().err.startswith("error: --gpu MI300X: ")
+
+
+@pytest.mark.slow
+def test_an_optimizer_computes_in_lists_on_a_gpu(tmp_path):
+    """As torch does there unless it is told otherwise: square roots of all second moments at once."""
+    layers = 32
+    deep = PERCEPTRON.replace(
+        "nn.Linear(64, 256)", f"*[nn.Linear(64, 64) for _ in range({layers})], nn.Linear(64, 256)"
+    )
+    walker = make_walker(tmp_path, deep, H100)
+    in_lists = walker.walk()
+    one_by_one = walker.walk(change=ChangeName.ONE_BY_ONE)
+    weights = layers * 64 * 64 * 4
+    assert in_lists.phase == "optimizer_step"
+    assert in_lists.allocated_peak_bytes - one_by_one.allocated_peak_bytes >= weights // 2

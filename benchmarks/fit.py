@@ -1,0 +1,71 @@
+"""Compares the memory of scripts walked without data with that of the same scripts computing on the CPU.
+
+python -m benchmarks.fit [--nanogpt FOLDER]
+
+FOLDER is a checkout of nanoGPT whose data/shakespeare_char is prepared. Scripts whose packages are not installed fail
+in both ways, and are shown so.
+"""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+from megatron_lite.planner.script_walks import Walker
+
+HERE = Path(__file__).parent / "fit_scripts"
+SCRIPTS = (
+    "language_model.py llama",
+    "language_model.py llama --recompute",
+    "language_model.py qwen",
+    "language_model.py gpt2",
+    "language_model.py t5",
+    "images.py vit",
+    "images.py resnet",
+    "lora.py",
+    "gan.py",
+    "hf_trainer.py",
+    "lightning_encoder.py",
+    "accelerated.py",
+)
+NANOGPT = "train.py config/train_shakespeare_char.py --device=cpu --compile=False --batch_size=8 --dtype=float32"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--nanogpt", type=Path, metavar="FOLDER")
+    options = parser.parse_args()
+    print("| script | walked | with data | equal | seconds, walked and with data |")
+    print("| --- | --- | --- | --- | --- |")
+    for words in SCRIPTS:
+        name, *arguments = words.split()
+        compare(words, [sys.executable, str(HERE / name), *arguments])
+    if options.nanogpt:
+        name, *arguments = NANOGPT.split()
+        quick = "--eval_iters=1"
+        os.chdir(options.nanogpt)
+        compare("nanoGPT, characters", [sys.executable, name, *arguments, quick])
+
+
+def compare(name: str, command: list[str]) -> None:
+    """Walk a script, run it, and print a row of the table."""
+    walker = Walker(tuple(command), None)
+    began = time.perf_counter()
+    walked = walker.walk()
+    middle = time.perf_counter()
+    trained = walker.walk(with_data=True)
+    seconds = f"{middle - began:.1f}, {time.perf_counter() - middle:.1f}"
+    if walked.failure or trained.failure:
+        print(f"| {name} | {walked.failure} | {trained.failure} | | {seconds} |", flush=True)
+        return
+    difference = walked.allocated_peak_bytes - trained.allocated_peak_bytes
+    equal = "yes" if not difference else f"{difference:+,}"
+    print(
+        f"| {name} | {walked.allocated_peak_bytes:,} | {trained.allocated_peak_bytes:,} | {equal} | {seconds} |",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()
