@@ -30,6 +30,21 @@ def little_garbage():
     gc.freeze()  # for good: the next collection walks what has come since
 
 
+@pytest.fixture(scope="module")
+def process_group():
+    """A process group of this process only, for all tests of a file."""
+    from support.launch import alone
+
+    with alone():
+        yield
+
+
+@pytest.fixture
+def in_an_empty_folder(tmp_path, monkeypatch):
+    """The current folder is the test's own."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture
 def pretend():
     """A function that has kernels chosen for the processor of a file like /proc/cpuinfo."""

@@ -27,15 +27,12 @@ from megatron_lite.formats.hardware import PROCESSORS
 from megatron_lite.formats.run_record import PlanRecord, Settings, Shape, ShardingRecord
 from megatron_lite.planner.find_processors import find_processors
 
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
 README_SCRIPT = REPO / "examples" / "gpt3" / "train_gpt3_857m_distributed.sh"
 WORDS = ["CKPT", "TB", "VOCAB", "MERGES", "DATA"]
 FINDINGS = [*((code, case[0]) for code, case in CASES.items()), *MORE_TRIGGERS]
 END = re.compile(r"\.$| (?:runs|follows|shows|reads|writes|explains?) .*")  # of a command that a sentence names
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 def fail(capfd, *words: object) -> str:

@@ -19,12 +19,9 @@ from megatron_lite.config.flags import STOPPING, list_flags, read_flags
 from megatron_lite.config.fp8 import PaperArgs
 from megatron_lite.errors import ConfigError, UserError
 
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
 FLAGS = " ".join(argv())
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 def plan(text: str, *arguments: str, gpus: int | None = None, **more):

@@ -2,20 +2,16 @@
 
 import pytest
 from support.command_lines import mistakes, plan, read
-from support.launch import alone, checkpoint, flags, quietly, steps
+from support.launch import checkpoint, flags, quietly, steps
 
 from megatron_lite.config.args import Args
 from megatron_lite.config.data_paths import split_shares
 from megatron_lite.config.flags import list_flags
 from megatron_lite.config.world import World
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 OFF = "--exit-interval 0 --exit-duration-in-mins 0 --save-interval 0 --save-retain-interval 0"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    with alone():
-        yield
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,15 @@ import sys
 
 import pytest
 import torch
-from support.launch import alone, checkpoint, flags, losses, quietly, same
+from support.launch import checkpoint, flags, losses, quietly, same
 from support.paths import REPO
 
 from megatron_lite.checkpoint.find import open_newest
 from megatron_lite.cli.main import main
 from megatron_lite.convert import folders
 from megatron_lite.errors import CheckpointError
+
+pytestmark = pytest.mark.usefixtures("process_group")
 
 LLAMA = (
     "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
@@ -36,12 +38,6 @@ RUNS = {
     "mixtral": f"{LLAMA} --untie-embeddings-and-output-weights --bf16 --num-experts 4 --moe-aux-loss-coeff 0.01",
     "deepseek": LATENT,
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    with alone():
-        yield
 
 
 @pytest.fixture(scope="module")

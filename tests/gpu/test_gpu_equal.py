@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 from gpu_checks.pytest_side import checked_device
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 DEVICE = checked_device()
 if DEVICE is None:
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from support.launch import ALONE, alone, flags, losses, train
+from support.launch import ALONE, flags, losses, train
 
 from megatron_lite.config.world import World
 
@@ -24,12 +26,6 @@ MODEL = (
     f"--micro-batch-size 4 --global-batch-size 8 --train-iters {STEPS} --lr 1e-3 --use-cpu-initialization"
 )
 EAGER, FP16 = "--torch-compile none", "--fp16 --initial-loss-scale 65536"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    with alone():
-        yield
 
 
 @pytest.fixture(scope="module")

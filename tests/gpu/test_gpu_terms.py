@@ -15,11 +15,13 @@ import torch
 from gpu_checks.pytest_side import checked_device
 from torch import Tensor
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 DEVICE = checked_device()
 if DEVICE is None:
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from support.launch import ALONE, alone, build, flags, plan_of, steps, train
+from support.launch import ALONE, build, flags, plan_of, steps, train
 from support.rehearsal_cases import EXAMPLE
 
 from megatron_lite.config.plan import Plan
@@ -105,12 +107,6 @@ def bytes_per_ms():
     source = torch.empty((1024 if ON_GPU else 16) * MIB, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     return 2 * source.numel() / measure_ms(lambda: target.copy_(source))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    with alone():
-        yield
 
 
 @pytest.fixture(scope="module", params=["--fp16", "--fp16 --accumulate-allreduce-grads-in-fp32", "--bf16"])

@@ -5,6 +5,7 @@ import functools
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
@@ -378,6 +379,17 @@ def test_no_test_imports_from_another():
         if others:
             importing[path.name] = others
     assert not importing
+
+
+def test_a_fixture_of_several_files_stands_in_a_conftest():
+    """Those with the same body are one. A file's own, such as the run that its tests look at, stay with it."""
+    files_of = defaultdict(set)
+    for path in TESTS.rglob("test_*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and any("fixture" in ast.unparse(d) for d in node.decorator_list):
+                body = "\n".join(map(ast.unparse, node.body))
+                files_of[body].add(f"{path.name}: {node.name}")
+    assert [sorted(files) for files in files_of.values() if len(files) > 1] == []
 
 
 def test_tests_lie_in_the_folders_of_what_they_test():

@@ -7,7 +7,6 @@ import pytest
 import torch
 from support.launch import (
     DROPOUT,
-    alone,
     checkpoint,
     flags,
     losses,
@@ -36,15 +35,11 @@ from megatron_lite.instruments.memory_summary import (
 )
 from megatron_lite.instruments.memory_tracker import Stacks
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 RECORD = "--record-memory-history --profile-step-start 3 --profile-step-end 5"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SHAPE = "--num-layers 4 --train-iters 6 --micro-batch-size 2 --seq-length 32 --max-position-embeddings 32"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    with alone():
-        yield
 
 
 def recorded(folder, *words, watchers=()) -> tuple[dict, str]:

@@ -11,7 +11,7 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
-from support.launch import DROPOUT, Interrupts, alone, flags, losses, plan_of, quietly
+from support.launch import DROPOUT, Interrupts, flags, losses, plan_of, quietly
 from support.waiting import LIMIT_S
 
 from megatron_lite.config.world import World, read_world
@@ -22,15 +22,11 @@ from megatron_lite.instruments.nsys_range import CAPTURE, NsysRange, PackageNvtx
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.phases import NOT_TRAINING, Phase
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 PHASES = {phase.value for phase in Phase if phase not in (*NOT_TRAINING, Phase.PIPELINE_WAIT)}
 WINDOW = "--profile --profile-step-start 3 --profile-step-end 5"
 UNDER_NSYS, GPU = World(under_nsys=True), World(gpus=1, under_nsys=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    with alone():
-        yield
 
 
 class Notes:

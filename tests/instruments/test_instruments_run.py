@@ -3,22 +3,18 @@
 import re
 
 import pytest
-from support.launch import DROPOUT, alone, checkpoint, flags, losses, quietly, same, steps
+from support.launch import DROPOUT, checkpoint, flags, losses, quietly, same, steps
 
 from megatron_lite.instruments.base import Instrument, Instruments
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.phases import NOT_TRAINING, Phase
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 PROFILE = "--profile --use-pytorch-profiler --profile-step-start 3 --profile-step-end 4"
 DETAILS = [f"--pytorch-profiler-collect-{what}" for what in ("shapes", "callstack", "memory", "chakra", "flops")]
 STEP_PHASES = {phase.value for phase in Phase if phase not in (*NOT_TRAINING, Phase.PIPELINE_WAIT)}
 MOMENTS = ("open", "begin", "begin_phase", "end_phase", "end", "close")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    with alone():
-        yield
 
 
 class Broken(Instrument):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.launch import Interrupts, alone, flags, losses, plan_of, quietly, same, train
+from support.launch import Interrupts, flags, losses, plan_of, quietly, same, train
 from support.paths import REPO
 from support.traces import events, nested, spans, steps_of, trace, trace_files
 from support.waiting import full_disk
@@ -39,17 +39,13 @@ from megatron_lite.model.gpt import GPT
 from megatron_lite.parallel.layers import recomputed
 from megatron_lite.phases import NOT_TRAINING, Phase
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 PROFILE = "--profile --use-pytorch-profiler --profile-step-start 3 --profile-step-end 5"
 STEP_PHASES = [phase.value for phase in Phase if phase not in (*NOT_TRAINING, Phase.PIPELINE_WAIT)]
 FORWARD = [(bool(part), f"layers.{i}{part} forward") for i in (0, 1) for part in ("", ".self_attention", ".mlp")]
 UNDOING = r"(?!autograd::).*Backward0"
 BACKWARD = [(bool(part), f"layers.{i}{part} backward") for i in (1, 0) for part in ("", ".mlp", ".self_attention")]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    with alone():
-        yield
 
 
 # --- the window

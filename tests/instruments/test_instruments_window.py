@@ -11,7 +11,7 @@ from statistics import median
 from types import SimpleNamespace
 
 import pytest
-from support.launch import alone, flags, losses, on_ranks, plan_of, quietly, steps, train
+from support.launch import flags, losses, on_ranks, plan_of, quietly, steps, train
 from support.snapshots import steps_in_snapshot
 from support.traces import events, steps_in, steps_of, trace_files
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -30,15 +30,11 @@ from megatron_lite.run_folder import write_atomically
 from megatron_lite.train.log import StepsFile
 from megatron_lite.train.routing import RoutingRow
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 GPU, UNDER_NSYS, BOTH = World(gpus=1), World(under_nsys=True), World(gpus=1, under_nsys=True)
 TORCH = "--profile --use-pytorch-profiler"
 SECOND = World(rank=1, size=2, local_rank=1, local_size=2)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    with alone():
-        yield
 
 
 def test_a_window_is_half_open_and_counted_from_1():

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.launch import alone, build_bare, flags, losses, on_ranks, plan_of, quietly, train
+from support.launch import build_bare, flags, losses, on_ranks, plan_of, quietly, train
 
 from megatron_lite.config.parameter_groups import ORTHOGONAL, find_group
 from megatron_lite.config.world import World
 from megatron_lite.errors import ConfigError
 from megatron_lite.optim.muon import COEFFICIENTS, compute_scale, orthogonalize
 from megatron_lite.optim.optimizer import Optimizer
+
+pytestmark = pytest.mark.usefixtures("process_group")
 
 CPU = torch.device("cpu")
 MUON = "--optimizer muon --weight-decay 0.1 --lr 1e-2 --lr-decay-style constant --clip-grad 0"
@@ -23,12 +25,6 @@ GROUPED = "--group-query-attention --num-query-groups 2"
 
 def no_phase(name):
     return nullcontext()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    with alone():
-        yield
 
 
 # --- the reference: one matrix at a time, by singular values in float64

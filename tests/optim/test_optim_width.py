@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.launch import alone, build_bare, flags, losses, on_ranks, plan_of, quietly, train
+from support.launch import build_bare, flags, losses, on_ranks, plan_of, quietly, train
 from support.model_variants import PLAIN, tokens
 
 from megatron_lite.checkpoint.find import open_checkpoint
@@ -15,6 +15,8 @@ from megatron_lite.config.parameter_groups import OF_WIDTH, OWN, USUAL, find_gro
 from megatron_lite.model.attention_choice import choose_attention
 from megatron_lite.model.gpt import GPT, initialize
 from megatron_lite.optim.optimizer import Optimizer
+
+pytestmark = pytest.mark.usefixtures("process_group")
 
 CPU = torch.device("cpu")
 WIDTH = 4  # of hidden size 32 over a base of 8
@@ -24,12 +26,6 @@ CONSTANT = "--lr-decay-style constant --min-lr 1e-3"
 
 def no_phase(name):
     return nullcontext()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    with alone():
-        yield
 
 
 def model_of(shape) -> GPT:

@@ -16,12 +16,14 @@ from pathlib import Path
 import pytest
 import torch
 from support.equal_curves import STEPS, WORDS, apart, curve_of, norms_apart, offset, plain_curve, read_curve, write_text
-from support.launch import alone, flags, on_ranks, train_all
+from support.launch import flags, on_ranks, train_all
 from support.plain_gpt import Curve
 
 from megatron_lite.parallel import data_parallel
 from megatron_lite.parallel.data_parallel import Fp32Gradients
 from megatron_lite.train import choose_kernels
+
+pytestmark = pytest.mark.usefixtures("process_group")
 
 FEW = 20  # iterations, at which a run exits: the order of data depends on --train-iters
 FP16 = "--fp16 --initial-loss-scale 4096 --loss-scale-window 25"  # doubles four times
@@ -45,12 +47,6 @@ class Tolerance:
 # between precisions 2.2e-3, 8e-4, 2.2e-3. The least of the small mistakes in fp32: 4e-4, 2e-4
 IN_FP32, IN_FP16, IN_BF16 = Tolerance(3e-5, 5e-6, 1e-5), Tolerance(1e-2, 2e-3, 1e-3), Tolerance(2e-2, 4e-3, 5e-3)
 BETWEEN_PRECISIONS = Tolerance(2e-2, 4e-3, 1e-2)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    with alone():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ from support.launch import (
     DROPOUT,
     EOD,
     VOCABULARY,
-    alone,
     build_bare,
     checkpoint,
     flags,
@@ -33,6 +32,8 @@ from megatron_lite.errors import CheckpointError
 from megatron_lite.run_folder import TRACKER_FILE
 from megatron_lite.train.step import BatchMaker, loss_and_tokens
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 CPU = torch.device("cpu")
 
 WHOLE = (
@@ -49,12 +50,6 @@ PRECISIONS = {
 # of a step, and its number in its run
 MEASURED = {"ms", "cpu_ms", "core_wait_ms", "involuntary_switches", "phases_ms", "reduce_wait_ms", "step"}
 MEASURED |= {"host_memory_bytes", "peak_memory_bytes"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    with alone():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from support.checkpoint_damage import flip, iterations
-from support.launch import DROPOUT, Interrupts, alone, checkpoint, flags, losses, on_ranks, quietly, steps, train
+from support.launch import DROPOUT, Interrupts, checkpoint, flags, losses, on_ranks, quietly, steps, train
 
 from megatron_lite.checkpoint import folder
 from megatron_lite.checkpoint.folder import Background, CheckpointDir, missing, newest
@@ -19,13 +19,9 @@ from megatron_lite.errors import CheckpointError
 from megatron_lite.run_folder import TRACKER_FILE, write_atomically
 from megatron_lite.train import checkpoint as train_checkpoint
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 WHOLE = "--train-iters 8 --lr-decay-style constant --lr-decay-iters 8"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    with alone():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +30,6 @@ def saved(tmp_path_factory) -> Path:
     parent = tmp_path_factory.mktemp("saved")
     quietly(flags(WHOLE, *DROPOUT, "--save-interval 2 --exit-interval 6 --save", parent / "save"), parent / "run")
     return parent / "save"
-
-
-@pytest.fixture
-def copy(saved, tmp_path) -> Path:
-    return Path(shutil.copytree(saved, tmp_path / "copy"))
 
 
 def resume(tmp_path, *words) -> tuple[list[int], str]:

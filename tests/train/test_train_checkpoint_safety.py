@@ -24,7 +24,6 @@ from support.checkpoint_damage import flip, iterations
 from support.data_maker import contents
 from support.launch import (
     DROPOUT,
-    alone,
     checkpoint,
     environment,
     flags,
@@ -46,6 +45,8 @@ from megatron_lite.run_folder import TRACKER_FILE
 from megatron_lite.train import checkpoint_checks
 from megatron_lite.train.checkpoint_checks import require_shape, warn_of_rotary
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 WHOLE = (
     "--train-iters 8 --lr-decay-style constant --lr-warmup-iters 3 --lr-decay-iters 8 --eval-interval 3 --eval-iters 1"
 )
@@ -55,12 +56,6 @@ CPU = torch.device("cpu")
 
 def file_of(save: Path, iteration: int, name: str = "__0_0.distcp") -> Path:
     return save / f"iter_{iteration:07d}" / name
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    with alone():
-        yield
 
 
 def save_until(folder: Path, words: str) -> Path:
@@ -78,11 +73,6 @@ def saved(tmp_path_factory) -> Path:
 def two_saved(tmp_path_factory) -> Path:
     """Those of iterations 2, 4 and 6."""
     return save_until(tmp_path_factory.mktemp("two"), "--save-interval 2 --exit-interval 6")
-
-
-@pytest.fixture
-def copy(saved, tmp_path) -> Path:
-    return Path(shutil.copytree(saved, tmp_path / "copy"))
 
 
 def resume(saved, folder, *words):

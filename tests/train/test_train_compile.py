@@ -12,21 +12,17 @@ import pytest
 import torch
 import torch._dynamo
 from support.command_lines import mistakes
-from support.launch import DROPOUT, alone, checkpoint, flags, intervals, losses, on_ranks, quietly, steps, train
+from support.launch import DROPOUT, checkpoint, flags, intervals, losses, on_ranks, quietly, steps, train
 from torch._dynamo.utils import counters
 
 from megatron_lite.config import plan
 from megatron_lite.config.plan import Compilation, choose_compilation
 from megatron_lite.instruments.base import Instrument
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 EAGER = "--torch-compile --torch-compile-backend aot_eager"
 UNFUSED = "--attention-backend unfused"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    with alone():
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -5,22 +5,18 @@ import re
 
 import pytest
 import torch
-from support.launch import alone, flags, losses, on_ranks, plan_of, quietly, steps, train, write_documents
+from support.launch import flags, losses, on_ranks, plan_of, quietly, steps, train, write_documents
 
 from megatron_lite.data.build import DataSpec, build_datasets
 from megatron_lite.data.loader import epoch_batches
 from megatron_lite.errors import ConfigError, DataError
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 VALIDATION = re.compile(r"validation loss at (.+?) \| lm loss value: (\S+)")
 EVERY_OTHER = "--train-iters 4 --eval-interval 2"
 # where it is split, a document count that gives validation samples for every rank and micro-batch
 DOCUMENTS = [50] * 24
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    with alone():
-        yield
 
 
 def validations(out: str) -> dict[str, float]:

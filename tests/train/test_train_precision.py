@@ -4,20 +4,16 @@ import itertools
 from pathlib import Path
 
 import pytest
-from support.launch import DROPOUT, alone, checkpoint, flags, losses, part, quietly, same, steps, write_documents
+from support.launch import DROPOUT, checkpoint, flags, losses, part, quietly, same, steps, write_documents
 from support.optimizer_rules import Rules
 
 from megatron_lite.model.gpt import TransformerLayer
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 LONG = "--train-iters 60 --global-batch-size 8 --micro-batch-size 4 --lr 3e-3 --lr-decay-style constant"
 BF16, FP16 = 6e-3, 2e-3  # nats; measured over these 60 iterations: 1.3e-3 and 3.8e-4
 SHORT = "--train-iters 8 --lr-decay-style constant"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    with alone():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,18 +1,14 @@
 """A run that goes on with other data, or with flags that choose nothing, says so in a line each."""
 
 import pytest
-from support.launch import alone, flags, plan_of, quietly, write_documents
+from support.launch import flags, plan_of, quietly, write_documents
 
 from megatron_lite.config.args import Args
 from megatron_lite.train.resume_checks import compare_data, describe_idle_flags
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 LENGTH = "--train-iters 6 --lr-decay-iters 6 --seq-length 16"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    with alone():
-        yield
 
 
 @pytest.fixture(scope="module")

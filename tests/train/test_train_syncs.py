@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from support.launch import EOD, alone, build, flags, plan_of
+from support.launch import EOD, build, flags, plan_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lite.data.gpt_dataset import MockDataset
@@ -12,6 +12,8 @@ from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.train.loop import Progress
 from megatron_lite.train.step import BatchMaker, TrainingStep
 from megatron_lite.train.step_metrics import StepMetrics
+
+pytestmark = pytest.mark.usefixtures("process_group")
 
 WAITING = """
     _local_scalar_dense item nonzero is_nonzero equal masked_select unique_consecutive _unique2 allclose nonzero_static
@@ -36,12 +38,6 @@ class Waits(TorchDispatchMode):
         if name in WAITING.split() or by_mask:
             self.found.append(name)
         return function(*arguments, **(named or {}))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    with alone():
-        yield
 
 
 class Trainer:

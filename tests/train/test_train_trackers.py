@@ -7,20 +7,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.launch import alone, flags, losses, pretrain, quietly
+from support.launch import flags, losses, pretrain, quietly
 from support.report_cases import report
 
 from megatron_lite.errors import UserError
 from megatron_lite.report.json_file import json_text
 from megatron_lite.train import log, trackers
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 RUN = "--train-iters 6 --log-interval 2 --eval-interval 3 --eval-iters 1 --log-validation-ppl-to-tensorboard"
-
-
-@pytest.fixture(autouse=True)
-def process_group():
-    with alone():
-        yield
 
 
 def read_records(content: bytes) -> list[bytes]:
