@@ -583,7 +583,20 @@ class DataArgs:
     fim_eod_token: str = flag("<|endoftext|>", "With --fim-data: ends a document.", value="TOKEN")
     reset_position_ids: bool = flag(False, "Positions restart after each end of document.")
     reset_attention_mask: bool = flag(False, "No attention across documents.")
+    dataloader_inter_document_masking: bool = flag(
+        False, "No attention across documents of the files, whatever tokens end them; positions restart with each."
+    )
     eod_mask_loss: bool = flag(False, "No loss where the input is an end of document.")
+
+    @property
+    def separates_documents(self) -> bool:
+        """Whether attention stays within documents."""
+        return self.reset_attention_mask or self.dataloader_inter_document_masking
+
+    @property
+    def restarts_positions(self) -> bool:
+        """Whether positions count from the start of a document."""
+        return self.reset_position_ids or self.dataloader_inter_document_masking
 
 
 @dataclass(frozen=True)

@@ -228,7 +228,7 @@ class Plan:
     @property
     def masks_attention(self) -> bool:
         """Whether attention has a mask that is not just causal, in any layer."""
-        return self.args.data.reset_attention_mask or self.shape.window is not None
+        return self.args.data.separates_documents or self.shape.window is not None
 
     @property
     def fp8_layers(self) -> tuple[int, ...]:

@@ -20,9 +20,10 @@ class Batch:
     tokens_BT: Tensor  # int64
     labels_BT: Tensor  # int64
     loss_mask_BT: Tensor | None  # float32, 0 where the loss does not count; --eod-mask-loss
-    positions_BT: Tensor | None  # int64, counted from the start of the document; --reset-position-ids
-    # int64, attention stays inside equal numbers; --reset-attention-mask. They lie where the samples came from, which
-    # is the host, and are those of whole sequences, whatever part of them this batch has
+    # int64, counted from the start of the document; --reset-position-ids, --dataloader-inter-document-masking
+    positions_BT: Tensor | None
+    # int64, attention stays inside equal numbers; --reset-attention-mask, --dataloader-inter-document-masking. They lie
+    # where the samples came from, which is the host, and are those of whole sequences, whatever part this batch has
     documents_BT: Tensor | None
     # of the tokens whose loss counts, those of one context parallel rank on average; None: this batch's own number
     mean_tokens: Tensor | None = None
@@ -64,6 +65,7 @@ def make_batch(
     eod_mask_loss: bool,
     reset_position_ids: bool,
     reset_attention_mask: bool,
+    begins_are_marked: bool = False,
     to_device: Callable[[Tensor], Tensor] = _keep,
 ) -> Batch:
     """Split raw samples into inputs and labels, on the device where they are needed and without waiting for it.
@@ -76,38 +78,59 @@ def make_batch(
         eod_mask_loss: --eod-mask-loss.
         reset_position_ids: --reset-position-ids.
         reset_attention_mask: --reset-attention-mask.
+        begins_are_marked: --dataloader-inter-document-masking: documents begin where a token is written as its
+            complement, ~token, as by GPTDataset; they decide about positions and attention, and no EOD does.
         to_device: Copies a tensor to where the batch is needed.
 
     Raises:
         DataError: An option needs the end-of-document token and there is none.
     """
-    documents_BT: Tensor | None = None
-    if reset_attention_mask and eod is not None:
-        # before the copy: who finds documents must not wait for a GPU
-        ended_BT = (raw_BT1[:, :-1] == eod).long()
-        documents_BT = ended_BT.cumsum(dim=1) - ended_BT
-    raw_BT1 = to_device(raw_BT1)
-    tokens_BT = raw_BT1[:, :-1].contiguous()
-    labels_BT = raw_BT1[:, 1:].contiguous()
-    if not (eod_mask_loss or reset_position_ids or reset_attention_mask):
-        return Batch(tokens_BT, labels_BT, None, None, None)
-    if eod is None:
+    finds_ends = reset_position_ids or reset_attention_mask
+    if eod is None and (eod_mask_loss or (finds_ends and not begins_are_marked)):
         raise DataError(
             "--eod-mask-loss, --reset-position-ids, --reset-attention-mask: this tokenizer has no end-of-document "
             "token; leave them out or choose another --tokenizer-type"
         )
-    is_eod_BT = tokens_BT == eod
-    loss_mask_BT: Tensor | None = None
+    documents_BT: Tensor | None = None
+    if begins_are_marked or reset_attention_mask:
+        # before the copy: who finds documents must not wait for a GPU
+        documents_BT = _find_begins(raw_BT1, eod, begins_are_marked).cumsum(dim=1)
+    raw_BT1 = to_device(raw_BT1)
     positions_BT: Tensor | None = None
-    if eod_mask_loss:
-        loss_mask_BT = (~is_eod_BT).float()
-    if reset_position_ids:
-        positions_T = torch.arange(is_eod_BT.shape[1], device=is_eod_BT.device)
-        # A document starts one after the last EOD strictly before the token: its own EOD does not count.
-        starts_BT = torch.zeros_like(is_eod_BT, dtype=torch.int64)
-        starts_BT[:, 1:] = is_eod_BT[:, :-1] * positions_T[1:]
+    if begins_are_marked or reset_position_ids:
+        begins_BT = _find_begins(raw_BT1, eod, begins_are_marked)
+        positions_T = torch.arange(begins_BT.shape[1], device=begins_BT.device)
+        starts_BT = begins_BT * positions_T
         positions_BT = positions_T - starts_BT.cummax(dim=1).values
+    if begins_are_marked:
+        raw_BT1 = torch.where(raw_BT1 < 0, ~raw_BT1, raw_BT1)
+    tokens_BT = raw_BT1[:, :-1].contiguous()
+    labels_BT = raw_BT1[:, 1:].contiguous()
+    loss_mask_BT: Tensor | None = None
+    if eod_mask_loss:
+        assert eod is not None
+        loss_mask_BT = torch.ne(tokens_BT, eod).float()
     return Batch(tokens_BT, labels_BT, loss_mask_BT, positions_BT, documents_BT)
+
+
+def _find_begins(raw_BT1: Tensor, eod: int | None, begins_are_marked: bool) -> Tensor:
+    """Find the inputs with which a document begins, bool [B, T].
+
+    The first of a sample need not be among them.
+
+    Args:
+        raw_BT1: int64 [B, T + 1].
+        eod: The id of the end-of-document token.
+        begins_are_marked: Whether documents begin at negative numbers, and not behind EODs.
+    """
+    if begins_are_marked:
+        return raw_BT1[:, :-1] < 0
+    assert eod is not None
+    is_end_BT = torch.eq(raw_BT1[:, :-1], eod)
+    # a document's own EOD ends it, so that the next one begins behind it
+    begins_BT = torch.zeros_like(is_end_BT)
+    begins_BT[:, 1:] = is_end_BT[:, :-1]
+    return begins_BT
 
 
 @mark_memory(INPUT)

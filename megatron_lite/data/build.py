@@ -208,6 +208,7 @@ class _Builder:
                 spec.seed,
                 cache=self._cache,
                 split=split,
+                marks_begins=spec.data.dataloader_inter_document_masking,
             )
             if self._infilling is None:
                 datasets.append(plain)

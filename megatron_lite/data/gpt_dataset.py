@@ -181,7 +181,8 @@ def sample_recipe(sequences: range, tokens: int, num_samples: int | None, seq_le
 class GPTDataset(Dataset[NDArray[np.int64]]):
     """Samples of an indexed data set.
 
-    `[i]` is int64 [seq_length + 1]: inputs are all tokens but the last, labels all but the first.
+    `[i]` is int64 [seq_length + 1]: inputs are all tokens but the last, labels all but the first. With `marks_begins`,
+    the first token that a sample has of each sequence is written as its complement, ~token, which is negative.
 
     document_index: int32 [epochs * sequences]; sample_index: int32 [samples + 1, 2] of (position in document_index,
     offset in that sequence); shuffle_index: uint32 [samples]. All three come from the cache, if it keeps so many.
@@ -196,6 +197,7 @@ class GPTDataset(Dataset[NDArray[np.int64]]):
         seed: int,
         cache: IndexCache | None = None,
         split: str = "train",
+        marks_begins: bool = False,
     ):
         """
         Args:
@@ -206,12 +208,14 @@ class GPTDataset(Dataset[NDArray[np.int64]]):
             seed: Seed of all shuffling.
             cache: Keeps the three indices.
             split: train, valid or test, for the names of the cache's files.
+            marks_begins: Whether samples tell where sequences begin (--dataloader-inter-document-masking).
 
         Raises:
             DataError: The split holds too few tokens for a sample.
         """
         self.indexed = indexed
         self.seq_length = seq_length
+        self._marks_begins = marks_begins
         lengths = indexed.sequence_lengths
         own_lengths = lengths[sequences.start : sequences.stop]
         tokens = int(own_lengths.sum(dtype=np.int64))
@@ -250,6 +254,8 @@ class GPTDataset(Dataset[NDArray[np.int64]]):
                 length = last_offset + EXTRA - offset if place == last else None
                 piece = self.indexed.tokens(sequence, offset, length)
                 tokens[filled : filled + len(piece)] = piece
+                if self._marks_begins and len(piece):
+                    tokens[filled] = ~tokens[filled]
                 filled += len(piece)
                 offset = 0
         except (IndexError, ValueError):

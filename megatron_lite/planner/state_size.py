@@ -284,7 +284,7 @@ def _list_moments_of_muon(plan: Plan, groups: Sequence[ParameterGroup]) -> Itera
 def _measure_tokens(plan: Plan) -> LedgerRow:
     """Size the batch: tokens and labels, and for documents that are told apart positions and masks."""
     data = plan.args.data
-    tensors = 2 + [data.reset_position_ids, data.reset_attention_mask].count(True)
+    tensors = 2 + [data.restarts_positions, data.separates_documents].count(True)
     tokens = plan.args.training.micro_batch_size * plan.rank_shape.seq_length
     formula = f"{tensors} x {INT64} bytes x {count(tokens)} tokens"
     return LedgerRow(

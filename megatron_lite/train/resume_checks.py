@@ -18,7 +18,7 @@ SOURCES = (
 ORDER = ("dataloader_type", "data_sharding")
 CONTENT = (
     "tokenizer_type", "fim_data", "fim_rate", "fim_spm_rate", "reset_position_ids", "reset_attention_mask",
-    "eod_mask_loss",
+    "dataloader_inter_document_masking", "eod_mask_loss",
 )  # fmt: skip
 MAX_BLEND_CHARACTERS = 100  # characters of a blend
 

@@ -62,6 +62,7 @@ class BatchMaker:
             eod_mask_loss=self._data.eod_mask_loss,
             reset_position_ids=self._data.reset_position_ids,
             reset_attention_mask=self._data.reset_attention_mask,
+            begins_are_marked=self._data.dataloader_inter_document_masking,
             to_device=self._to_device,
         )
         if self._layout.context == 1:

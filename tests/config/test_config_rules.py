@@ -83,6 +83,7 @@ def test_what_is_allowed_passes():
         ("--attention-backend fused --fp16 --reset-attention-mask", ONE_GPU),
         ("--attention-backend flash --fp16 --reset-attention-mask --window-size 3,0", ONE_GPU),
         ("--context-parallel-size 2 --reset-attention-mask --window-size 3,0 --global-batch-size 8", FOUR_RANKS),
+        ("--context-parallel-size 2 --dataloader-inter-document-masking --global-batch-size 8", FOUR_RANKS),
         ("--distributed-backend nccl", ONE_GPU),
         ("--distributed-backend gloo", ONE_GPU),
         ("--use-pytorch-profiler", World(under_nsys=True)),

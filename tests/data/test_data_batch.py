@@ -60,9 +60,29 @@ def test_each_option_adds_its_field_only(option):
         make_batch(random_raw(0), eod=None, **{**OFF, option: True})
 
 
-def test_never_waits_for_the_device():
+def test_marked_begins_decide_and_not_the_end_of_document():
+    raw_BT1 = torch.tensor([[~5, EOD, 6, ~EOD, 7, ~8, ~9], [5, 6, ~7, 8, EOD, 9, ~1]])
+    for options in (OFF, ON):
+        batch = make_batch(raw_BT1, eod=EOD, begins_are_marked=True, **options)
+        assert batch.tokens_BT.tolist() == [[5, EOD, 6, EOD, 7, 8], [5, 6, 7, 8, EOD, 9]]
+        assert batch.labels_BT.tolist() == [[EOD, 6, EOD, 7, 8, 9], [6, 7, 8, EOD, 9, 1]]
+        assert batch.positions_BT.tolist() == [[0, 1, 2, 0, 1, 0], [0, 1, 0, 1, 2, 3]]
+        assert batch.documents_BT.tolist() == [[1, 1, 1, 2, 2, 3], [0, 0, 1, 1, 1, 1]]
+    assert batch.loss_mask_BT.tolist() == [[1, 0, 1, 0, 1, 1], [1, 1, 1, 1, 0, 1]]
+
+
+def test_marked_begins_need_no_end_of_document():
+    options = {**ON, "eod_mask_loss": False}
+    assert make_batch(torch.tensor([[~0, 1, ~2, 3]]), eod=None, begins_are_marked=True, **options).loss_mask_BT is None
+    with pytest.raises(DataError):
+        make_batch(random_raw(0), eod=None, begins_are_marked=True, **ON)
+
+
+@pytest.mark.parametrize("are_marked", [False, True])
+def test_never_waits_for_the_device(are_marked):
     """Meta tensors have no values: whatever had to look at one would fail."""
-    batch = make_batch(torch.empty(2, 9, dtype=torch.int64, device="meta"), eod=EOD, **ON)
+    raw_BT1 = torch.empty(2, 9, dtype=torch.int64, device="meta")
+    batch = make_batch(raw_BT1, eod=EOD, begins_are_marked=are_marked, **ON)
     assert batch.positions_BT.shape == (2, 8)
 
 

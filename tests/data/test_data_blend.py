@@ -54,7 +54,7 @@ def weights_of(kind, random):
 
 @pytest.fixture
 def short_lanes(monkeypatch):
-    for name, value in {"MIN_STEPS": 1, "LANE_STEPS": 64, "APPROACH_STEPS": 16, "LANES": 5}.items():
+    for name, value in {"MIN_VECTOR_STEPS": 1, "LANE_STEPS": 64, "APPROACH_STEPS": 16, "LANES": 5}.items():
         monkeypatch.setattr(blend_order, name, value)
 
 

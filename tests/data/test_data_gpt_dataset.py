@@ -61,6 +61,23 @@ def test_samples_tile_the_stream_with_one_token_overlap():
         )
 
 
+def test_begins_of_sequences_are_marked():
+    """From sequences' lengths alone, whatever the tokens are; empty ones have no begin."""
+    for lengths, sequences, num_samples, seq_length, seed in random_cases(100):
+        indexed = InMemory(lengths)
+        plain = GPTDataset(indexed, sequences, num_samples, seq_length, seed)
+        marked = GPTDataset(indexed, sequences, num_samples, seq_length, seed, marks_begins=True)
+        ends = np.cumsum([lengths[sequence] for sequence in plain.document_index])
+        begins = {0, *ends.tolist()}
+        for i, place in enumerate(plain.shuffle_index.tolist()):
+            sample = marked[i]
+            first = place * seq_length
+            assert np.where(sample < 0, ~sample, sample).tolist() == plain[i].tolist()
+            # the part of a sequence that a sample begins with begins in it
+            expected = [number == 0 or first + number in begins for number in range(seq_length + 1)]
+            assert (sample < 0).tolist() == expected
+
+
 def test_one_epoch_without_a_size():
     dataset = GPTDataset(InMemory([10, 3, 8]), range(3), None, 5, 1)
     types = [index.dtype for index in (dataset.document_index, dataset.sample_index, dataset.shuffle_index)]

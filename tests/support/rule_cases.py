@@ -24,6 +24,8 @@ SAMPLES !--global-batch-size --step-batch-size-schedule 0:8,31:4 ; SAMPLES !--gl
 --eval-global-batch-size 3 ; --mtp-num-layers 1 --window-size 4,0
 --fim-data --tokenizer-type ByteTokenizer ; !--mock-data --fim-data --data-path nothing
 !--mock-data --fim-data --data-path nothing --tokenizer-type ByteTokenizer --fim-split-sample x
+!--mock-data --fim-data --data-path nothing --tokenizer-type ByteTokenizer --dataloader-inter-document-masking
+!--mock-data --dataloader-type external --external-dataloader a.py:b --dataloader-inter-document-masking
 --use-megatron-fsdp --use-torch-fsdp2 ; --use-megatron-fsdp --bf16 --megatron-fsdp-main-grads-dtype fp32 --grad-reduce-in-bf16
 --hierarchical-context-parallel-sizes 2 2 ; --cp-comm-type a2a+p2p
 --optimizer muon --fp16 ; --optimizer muon --use-torch-fsdp2

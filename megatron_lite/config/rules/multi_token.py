@@ -33,6 +33,10 @@ def multi_token_rules(args: Args, world: World) -> Iterator[str]:
         "--window-size": (m.window_size is not None, "windows of further layers are not built"),
         "--reset-attention-mask": (args.data.reset_attention_mask, "further tokens may be another document's"),
         "--reset-position-ids": (args.data.reset_position_ids, "further tokens may be another document's"),
+        "--dataloader-inter-document-masking": (
+            args.data.dataloader_inter_document_masking,
+            "further tokens may be another document's",
+        ),
         "--ckpt-format torch": (
             args.checkpoint.ckpt_format == "torch",
             "layers of further tokens are saved as torch_dist",

@@ -373,7 +373,20 @@ def data_rules(args: Args, world: World) -> Iterator[str]:
         except DataError as error:
             yield f"{error}."
     yield from _check_infilling(d)
+    yield from _check_document_masking(d)
     yield from _check_tokenizer(d)
+
+
+def _check_document_masking(d: DataArgs) -> Iterator[str]:
+    """Sources of samples that do not know where documents begin."""
+    if not d.dataloader_inter_document_masking:
+        return
+    name = "--dataloader-inter-document-masking"
+    if d.fim_data:
+        yield f"{name} and --fim-data exclude each other: a rearranged sample has lost its documents; drop one of them."
+    if d.external_dataloader is not None:
+        flag = f"--external-dataloader {d.external_dataloader}"
+        yield f"{name} and {flag} exclude each other: only files tell lengths of documents; use --reset-attention-mask."
 
 
 def _check_infilling(d: DataArgs) -> Iterator[str]:
