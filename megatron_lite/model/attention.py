@@ -19,7 +19,7 @@ EXPLICIT = "explicit"  # the name of explicit_attention
 
 
 class Scope(NamedTuple):
-    """Which keys a query attends to, beside that none is later than itself.
+    """Keys that a query attends to, among those that are not later than itself.
 
     The queries are those of the keys' last positions.
 
@@ -116,7 +116,7 @@ def make_mask(scope: Scope, batch: int, queries: int, keys: int, device: torch.d
     """Make a mask of a scope.
 
     Args:
-        scope: Which keys a query attends to.
+        scope: The keys that each query attends to.
         batch: Number of sequences.
         queries: Positions of queries in each, which are the last ones of the keys.
         keys: Positions of keys in each.
@@ -157,10 +157,21 @@ def explicit_attention(
     fp32_softmax: bool,
     scale_by_layer: bool,
 ) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v with the scores held in memory; arguments and result as in Attend.
+    """Attend, softmax(q k^T / sqrt(D)) v, with the scores held in memory.
 
-    scale_by_layer: the stored scores are divided by layer_number, which keeps them in fp16's range, and multiplied back
-    inside the softmax (which then is in fp32).
+    Args:
+        q_BNTD: Queries of the last positions of the keys.
+        k_BGSD: Keys.
+        v_BGSD: Values.
+        scope: The keys that each query attends to.
+        dropout: The probability with which probabilities become 0.
+        layer_number: The layer's number, from 1.
+        fp32_softmax: Whether the softmax is in fp32.
+        scale_by_layer: Whether the stored scores are divided by layer_number, which keeps them in fp16's range, and
+            multiplied back inside the softmax, which then is in fp32.
+
+    Returns:
+        out_BNTD.
     """
     k_BNSD = repeat_heads(k_BGSD, q_BNTD)
     v_BNSD = repeat_heads(v_BGSD, q_BNTD)
@@ -187,11 +198,12 @@ def _compute_softmax(scores_BNTS: Tensor, offset_N: Tensor | None) -> Tensor:
 
 
 def _compute_scores(q_BNTD: Tensor, k_BNSD: Tensor, scale: float, mask_B1TS: Tensor | None) -> Tensor:
-    """scale * q k^T, -inf where a token must not look; BNTS."""
+    """Compute scale * q k^T, scores_BNTS, which are -inf where a token must not look."""
     if mask_B1TS is not None:
         scores_BNTS = (q_BNTD * scale) @ k_BNSD.transpose(-2, -1)
         return scores_BNTS.masked_fill(~mask_B1TS, -math.inf)
-    rows, positions, width = q_BNTD.shape[:2].numel(), *q_BNTD.shape[2:]
+    rows = q_BNTD.shape[:2].numel()
+    positions, width = q_BNTD.shape[2:]
     future = torch.full((positions, positions), -math.inf, dtype=q_BNTD.dtype, device=q_BNTD.device).triu(1)
     # scaling and masking within the product: no pass of their own over the scores
     scores = torch.baddbmm(
@@ -215,11 +227,23 @@ def sdpa_attention(
     expand: bool,
     aligns_ends: bool = False,
 ) -> Tensor:
-    """torch's scaled_dot_product_attention, restricted to one backend unless that is None, with scopes as masks.
+    """Attend by torch's scaled_dot_product_attention, with scopes as masks.
 
-    expand: repeat keys and values per head, for kernels that know no groups. aligns_ends: the kernels know causal
-    attention of the last positions' queries, as those of GPUs do; else it is a mask, too. layer_number is not needed:
-    the fused kernels keep scores in fp32, so that dividing by it and multiplying back would change nothing.
+    Args:
+        q_BNTD: Queries of the last positions of the keys.
+        k_BGSD: Keys.
+        v_BGSD: Values.
+        scope: The keys that each query attends to.
+        dropout: The probability with which probabilities become 0.
+        layer_number: The layer's number, which is not needed: fused kernels keep scores in fp32, so that dividing by it
+            and multiplying back would change nothing.
+        backend: The only backend that may run; None: torch chooses.
+        expand: Whether keys and values are repeated per head, for kernels that know no groups.
+        aligns_ends: Whether the kernels know causal attention of the last positions' queries, as those of GPUs do;
+            else it is a mask, too.
+
+    Returns:
+        out_BNTD.
     """
     assert scope.offset_N is None, "flash_attention has it"
     if expand:

@@ -40,7 +40,8 @@ FORCED = {"flash": SDPBackend.FLASH_ATTENTION, "fused": SDPBackend.CUDNN_ATTENTI
 CUDA_ONLY = (SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
 Trial = Callable[[], None]  # one forward and backward
 MARGIN = 1.05  # by how much another kernel must win: below, a resumed run might choose another, whose last bits differ
-WARM_UPS, REPEATS = 3, 7
+WARM_UPS = 3
+REPEATS = 7
 
 
 @dataclass(frozen=True)
@@ -69,15 +70,23 @@ def choose_attention(
     explain: bool = False,
     pick: Pick | None = None,
 ) -> Attend:
-    """The kernel for --attention-backend (auto | flash | fused | unfused | local) on this device.
+    """Choose the kernel for --attention-backend on this device.
 
-    batch: sequences in a micro-batch. dtype: what q, k, v will have (under autocast: autocast's). masked: documents
-    or windows limit who attends to whom. on_gpu: the tensors stand for those of a GPU, wherever they lie.
-    why_explicit: why auto means the explicit kernel; "": it does not. explain: fill why_not, which costs a few more
-    queries to torch.
-    pick(probe, names of the fused kernels that can run, torch's own choice among them or None): a race of them, as of
-    `fastest`, for auto; None: torch's own choice.
-    Raises UserError if the flag names a kernel that cannot run with this device, dtype, shape, mask or dropout.
+    Args:
+        backend: The flag's value: auto, flash, fused, unfused or local.
+        shape: The model's shape.
+        batch: Sequences in a micro-batch.
+        device: Where attention computes.
+        dtype: Precision of queries, keys and values; under autocast, autocast's.
+        masked: Whether documents or windows limit who attends to whom.
+        on_gpu: Whether the tensors stand for those of a GPU, wherever they lie.
+        why_explicit: Why auto means the explicit kernel; "": it does not.
+        explain: Whether to fill why_not, which costs a few more queries to torch.
+        pick: A race of kernels for auto, as `fastest` is one. It is called with the probe, the names of the fused
+            kernels that can run, and torch's own choice among them or None. None: torch's own choice is taken.
+
+    Raises:
+        UserError: The flag names a kernel that cannot run with this device, dtype, shape, mask or dropout.
     """
     if backend in EXPLICIT_BACKENDS or (backend == "auto" and why_explicit):
         asked = f"--attention-backend {backend} asks for the explicit kernel"
@@ -168,7 +177,7 @@ def _probes(shape: ModelShape, batch: int, device: torch.device, dtype: torch.dt
 
 
 def _ask_torch(probe: Probe, backend: SDPBackend | None = None) -> tuple[SDPBackend | None, str]:
-    """Which backend torch would run for the probe, if allowed all or only the given one; and why that one cannot.
+    """Ask which backend torch would run for the probe, if allowed all or only the given one, and why that one cannot.
 
     torch gives its reasons as warnings, and only while refusing; there is no call that returns them.
     """
@@ -219,7 +228,7 @@ class Race:
 
     @property
     def words(self) -> str:
-        """'1.21 ms, flash 1.60 ms forward and backward'; empty where nothing was timed."""
+        """Times in words, "1.21 ms, flash 1.60 ms forward and backward"; empty where nothing was timed."""
         if self.winner is None or self.winner not in self.times_ms:
             return ""
         others = sorted((ms, name) for name, ms in self.times_ms.items() if name != self.winner)
@@ -228,7 +237,13 @@ class Race:
 
 
 def fastest(probe: Probe, able: tuple[str, ...], preferred: str | None) -> Race:
-    """Time the kernels `able` on this GPU, with arguments like the probe's. Keeps no memory."""
+    """Time kernels on this GPU, and keep no memory.
+
+    Args:
+        probe: What the arguments are like.
+        able: Names of the kernels that can run.
+        preferred: The name of torch's own choice among them; None: it has none.
+    """
     if len(able) < 2:
         return Race(preferred, {})
     trials = make_trials(probe, able)
@@ -258,10 +273,14 @@ def make_trials(probe: Probe, names: tuple[str, ...]) -> dict[str, Trial]:
 
 
 def race(trials: Mapping[str, Trial], preferred: str | None, time_ms: Callable[[Trial], float]) -> Race:
-    """The fastest of `trials`; `preferred`, torch's own choice, unless another is MARGIN faster. One trial is not
-    timed.
+    """Find the fastest of some trials. One trial alone is not timed.
 
     A kernel that torch offers and that then fails is out of the race.
+
+    Args:
+        trials: Trials by the names of their kernels.
+        preferred: The name of torch's own choice, which wins unless another is MARGIN faster; None: it has none.
+        time_ms: Measures a trial.
     """
     if len(trials) < 2:
         return Race(preferred, {})

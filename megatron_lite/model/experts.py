@@ -37,7 +37,7 @@ SUM_EPSILON = 1e-20  # beside sums of scores that divide
 
 
 def sinkhorn(costs_ME: Tensor) -> Tensor:
-    """exp(costs), scaled so that tokens and experts have equal sums, about (Sinkhorn and Knopp 1967).
+    """Scale exp(costs) so that tokens and experts have about equal sums (Sinkhorn and Knopp 1967).
 
     As in Megatron-Core, it ends when the factors of experts change by less than SINKHORN_TOLERANCE.
     """
@@ -75,7 +75,7 @@ def read_counts(counts: Tensor, total: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class RouteReader:
-    """What of tokens' routes depends on numbers, and not on shapes only: a walk without data has another."""
+    """Functions of tokens' routes that depend on numbers, not on shapes only: a walk without data has others."""
 
     read_counts: Callable[[Tensor, int], list[list[int]]] = read_counts
     select_kept: Callable[[Tensor, Tensor], Tensor] = select_kept
@@ -121,7 +121,7 @@ class TokenSharing:
 
 
 class RouterState:
-    """What a layer's router keeps from one micro-batch to the next. Tensors are fp32, on the router's device."""
+    """State of a layer's router between micro-batches. Tensors are fp32, on the router's device."""
 
     def __init__(self, experts: ExpertShape):
         self.experts = experts
@@ -195,8 +195,8 @@ class RouterState:
         """Move the bias of each expert up if it had fewer tokens than the mean, else down (arXiv 2408.15664).
 
         Args:
-            tokens_E: Of a whole global batch.
-            rate: By how much.
+            tokens_E: Assignments of each expert in a whole global batch.
+            rate: How much a bias moves.
         """
         if self.bias_E is None:
             return
@@ -287,7 +287,7 @@ class Router(nn.Module):
         return Routes(experts_MK, shares_MK, None, self.reader)
 
     def _choose_by_sigmoid(self, logits_ME: Tensor) -> tuple[Tensor, Tensor]:
-        """(experts_MK, shares_MK). Biases that balance experts count where these are chosen, and in no share."""
+        """Choose (experts_MK, shares_MK). Biases that balance experts count in the choice, and in no share."""
         e = self.experts
         scores_ME = torch.sigmoid(logits_ME.float()).type_as(logits_ME)
         ranked_ME = scores_ME
@@ -365,7 +365,7 @@ class Router(nn.Module):
         return shares_MK
 
     def _balance(self, scores_ME: Tensor, counts_E: Tensor, ranks: int) -> Tensor:
-        """This rank's part of the loss over the tokens of some ranks.
+        """Compute this rank's part of the loss over the tokens of some ranks.
 
         Args:
             scores_ME: Scores of this rank's tokens.
@@ -414,13 +414,16 @@ class Router(nn.Module):
 
 
 def compute_balance_factor(experts: ExpertShape, tokens: int) -> float:
-    """What makes a mean of sums over tokens of scores and of assignments; even ones then give a loss of 1."""
+    """Compute the factor that makes a mean of sums over tokens of scores and of assignments.
+
+    Even ones then give a loss of 1.
+    """
     assignments = experts.topk * tokens
     return experts.number / (assignments * tokens)
 
 
 def softmax_in_fp32(logits_ME: Tensor) -> Tensor:
-    """softmax over the last dimension, computed in fp32, in the format of the logits."""
+    """Compute the softmax over the last dimension in fp32, and give it the format of the logits."""
     scores_ME = torch.softmax(logits_ME, dim=-1, dtype=torch.float32)
     return scores_ME.type_as(logits_ME)
 
@@ -457,7 +460,7 @@ def drop_beyond_capacity(
         routes: The experts of each token.
         number: How many experts there are.
         factor: The capacity as a multiple of an expert's even share.
-        policy: Which are dropped: "probs", those of the smallest shares, or "position", those of the last tokens.
+        policy: "probs" drops those of the smallest shares, "position" those of the last tokens.
     """
     experts_MK = routes.experts_MK
     tokens, topk = experts_MK.shape
@@ -545,9 +548,14 @@ def multiply_groups(
     weight_LOI: Tensor,
     counts: list[int],
 ) -> Tensor:
-    """(A, O): the first counts[0] rows of x times the first matrix, transposed, and so on.
+    """Multiply each group of rows by its matrix, transposed: (A, O).
 
     On GPUs in bf16 that is one kernel of torch's for all groups, elsewhere a product of each.
+
+    Args:
+        x_AI: Rows, group after group.
+        weight_LOI: A matrix for each group.
+        counts: How many rows each group has.
     """
     if x_AI.is_cuda and x_AI.dtype == torch.bfloat16:
         counts_L = torch.tensor(counts, device=x_AI.device)
@@ -562,12 +570,18 @@ class ExpertLinear(nn.Module):
     """A linear map of each expert, without biases; the matrices lie one below the other, (L * O, I)."""
 
     def __init__(self, experts: int, inputs: int, outputs: int):
+        """
+        Args:
+            experts: Number of experts.
+            inputs: Columns of each expert's matrix.
+            outputs: Rows of each expert's matrix.
+        """
         super().__init__()
         self.experts = experts
         self.weight = nn.Parameter(torch.empty(experts * outputs, inputs))
 
     def forward(self, x_AI: Tensor, counts: list[int]) -> Tensor:
-        """(A, O): the first counts[0] rows by the first expert's matrix, and so on."""
+        """Multiply the first counts[0] rows by the first expert's matrix, and so on: (A, O)."""
         weight_LOI = self.weight.unflatten(0, (self.experts, -1))
         return multiply_groups(x_AI, weight_LOI, counts)
 
@@ -589,13 +603,19 @@ class _SumRows(torch.autograd.Function):
 
 
 def sum_rows(rows_AH: Tensor, places_A: Tensor, number: int) -> Tensor:
-    """Add up rows in their places, (number, H). places_A: of each row, from 0 to number - 1."""
+    """Add up rows in their places, (number, H).
+
+    Args:
+        rows_AH: Rows.
+        places_A: The place of each row, from 0 to number - 1.
+        number: How many places there are.
+    """
     sums_MH: Tensor = _SumRows.apply(rows_AH, places_A, number)  # type: ignore[no-untyped-call]
     return sums_MH
 
 
 class Experts(nn.Module):
-    """This rank's experts, each an MLP."""
+    """Experts of this rank, each an MLP."""
 
     def __init__(self, shape: ModelShape, experts: ExpertShape):
         super().__init__()
@@ -668,7 +688,13 @@ Exchange = Callable[[Tensor, Routes, Experts], Tensor]
 
 
 def pass_local_experts(x_MH: Tensor, routes: Routes, experts: Experts) -> Tensor:
-    """The Exchange of a rank that has all experts."""
+    """Pass tokens through their experts, where this rank has all: an Exchange.
+
+    Args:
+        x_MH: Tokens.
+        routes: The experts of each token.
+        experts: All experts.
+    """
     assigned = sort_by_expert(routes, experts.linear_fc1.experts)
     sums_MH: Tensor = experts(
         x_MH,
@@ -698,7 +724,8 @@ class SharedExpert(MLP):
 
 
 class MixtureOfExperts(nn.Module):
-    """hidden_BTH -> BTH: the sum of what each token's experts give, and of the expert that all pass if there is one."""
+    """Mixture of experts, hidden_BTH -> BTH: the sum of what each token's experts give, and of the expert that all
+    tokens pass if there is one."""
 
     def __init__(self, shape: ModelShape, experts: ExpertShape):
         super().__init__()
@@ -723,7 +750,7 @@ class MixtureOfExperts(nn.Module):
 
 
 def list_mixtures(model: nn.Module) -> Iterator[tuple[str, MixtureOfExperts]]:
-    """(name, mixture) of each layer of a model that has experts."""
+    """List (name, mixture) of each layer of a model that has experts."""
     for name, module in model.named_modules():
         if isinstance(module, MixtureOfExperts):
             yield name, module
@@ -733,7 +760,7 @@ def list_expert_biases(
     mixtures: Iterable[tuple[str, MixtureOfExperts]],
     device: torch.device | str,
 ) -> dict[str, Tensor]:
-    """{name: tensor} of the biases by which routers balance experts, which are no parameters; fp32.
+    """List the biases by which routers balance experts, {name: tensor}; they are fp32, and no parameters.
 
     Args:
         mixtures: (name, mixture), as list_mixtures yields them.

@@ -35,7 +35,19 @@ def flash_attention(
     dropout: float,
     layer_number: int,
 ) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v without scores or masks in memory; arguments and result as in Attend."""
+    """Attend, softmax(q k^T / sqrt(D)) v, without scores or masks in memory.
+
+    Args:
+        q_BNTD: Queries of the last positions of the keys.
+        k_BGSD: Keys.
+        v_BGSD: Values.
+        scope: The keys that each query attends to.
+        dropout: The probability with which probabilities become 0.
+        layer_number: The layer's number, from 1.
+
+    Returns:
+        out_BNTD.
+    """
     if scope.is_plain and q_BNTD.shape[2] == k_BGSD.shape[2]:
         arguments = make_sdpa_arguments(q_BNTD, k_BGSD, None, dropout)
         out_BNTD: Tensor = F.scaled_dot_product_attention(q_BNTD, k_BGSD, v_BGSD, **arguments)
@@ -44,7 +56,7 @@ def flash_attention(
 
 
 def _attend_within(q_BNTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, scope: Scope, dropout: float) -> Tensor:
-    """flash_attention of what is not plain causal."""
+    """Attend as flash_attention does, where that is not plain causal."""
     if q_BNTD.is_cuda:
         return _attend_on_gpu(q_BNTD, k_BGSD, v_BGSD, scope, dropout)
     if scope.edges_E is None:
@@ -80,7 +92,7 @@ def _attend_by_document(q_BNTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, scope: S
 
 
 def _take_part(x_BNTD: Tensor, row: int, positions: slice) -> Tensor:
-    """Some positions of one sequence, a batch of 1."""
+    """Take some positions of one sequence, as a batch of 1."""
     return x_BNTD[row : row + 1, :, positions]
 
 
@@ -119,7 +131,7 @@ def _attend_in_blocks(q_BNTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, scope: Sco
 def _attend_with_offset(
     q_BNTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, mask_11TS: Tensor | None, offset_N: Tensor
 ) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v with an offset of the softmax.
+    """Attend, softmax(q k^T / sqrt(D)) v, with an offset of the softmax.
 
     Args:
         q_BNTD: Queries.
@@ -197,7 +209,7 @@ def _pack(x_BNTD: Tensor) -> Tensor:
 
 
 class _Varlen(torch.autograd.Function):
-    """torch's flash kernel for sequences of several lengths, causal from the end of each (pytorch/pytorch,
+    """Flash kernel of torch for sequences of several lengths, causal from the end of each (pytorch/pytorch,
     torch/nn/attention/varlen.py, which has no dropout)."""
 
     @staticmethod

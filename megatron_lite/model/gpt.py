@@ -28,7 +28,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class CoreAttention(nn.Module):
-    """What attention's kernel needs of its own: with --softmax-type learnable, the offset of each head."""
+    """Parameters of attention's kernel itself: with --softmax-type learnable, the offset of each head."""
 
     def __init__(self, shape: ModelShape):
         super().__init__()
@@ -36,12 +36,18 @@ class CoreAttention(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """hidden_BTH -> BTH. The rows of linear_qkv are grouped: [queries of the group, its key, its value], per group.
+    """Attention of a layer, hidden_BTH -> BTH.
 
-    layer_number counts from 1 over the whole model, not over a pipeline stage.
+    The rows of linear_qkv are grouped: [queries of the group, its key, its value], per group.
     """
 
     def __init__(self, shape: ModelShape, layer_number: int, attend: Attend):
+        """
+        Args:
+            shape: The model's shape.
+            layer_number: The layer's number, from 1 over the whole model, not over a pipeline stage.
+            attend: The attention kernel.
+        """
         super().__init__()
         # the same for all layers where it is not used, so that a compiled layer serves all
         self.layer_number = layer_number if shape.query_key_layer_scaling else 1
@@ -77,6 +83,14 @@ class SelfAttention(nn.Module):
         cos_B1TR: Tensor | None = None,
         sin_B1TR: Tensor | None = None,
     ) -> Tensor:
+        """Attend: (B, T, H) -> (B, T, H).
+
+        Args:
+            hidden_BTH: The input.
+            edges_E: Where documents begin and end, as in Scope; None: each sequence is one.
+            cos_B1TR: Cosines of the rotation, by make_rotary_tables; None: nothing rotates.
+            sin_B1TR: Sines of the rotation.
+        """
         q_BNTD, k_BGTD, v_BGTD = self._project(hidden_BTH)
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q_BNTD = self.q_layernorm(q_BNTD)
@@ -100,7 +114,7 @@ class SelfAttention(nn.Module):
         return q_BNTD.new_zeros(q_BNTD.shape[1]) if self.softmax_type == "off-by-one" else None
 
     def _project(self, hidden_BTH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(q_BNTD, k_BGTD, v_BGTD)."""
+        """Make queries, keys and values: (q_BNTD, k_BGTD, v_BGTD)."""
         # the number of groups is left to the tensor: a tensor parallel rank holds only its share of them
         grouped = self.linear_qkv(hidden_BTH).unflatten(-1, (-1, self.heads_per_group + 2, self.kv_channels))
         # one split, whose backward is one copy; a slice each would fill a whole tensor with zeros and add it
@@ -113,7 +127,7 @@ class SelfAttention(nn.Module):
 
 
 class Embedding(nn.Module):
-    """hidden_BTH = dropout(word vectors + position vectors); the latter only for learned_absolute positions."""
+    """Input of the first layer, dropout(word vectors + position vectors); the latter only for learned positions."""
 
     def __init__(self, shape: ModelShape):
         super().__init__()
@@ -135,26 +149,35 @@ class Embedding(nn.Module):
 
 
 def build_attention(shape: ModelShape, layer_number: int, attend: Attend) -> SelfAttention | LatentAttention:
-    """The attention of a layer, which is counted from 1."""
+    """Build the attention of a layer.
+
+    Args:
+        shape: The model's shape.
+        layer_number: The layer's number, from 1.
+        attend: The attention kernel.
+    """
     if shape.latent is not None:
         return LatentAttention(shape, shape.latent, layer_number, attend)
     return SelfAttention(shape, layer_number, attend)
 
 
 def build_mlp(shape: ModelShape, layer_number: int) -> MLP | MixtureOfExperts:
-    """What follows attention in a layer, which is counted from 1."""
+    """Build what follows attention in a layer, whose number counts from 1."""
     if shape.experts is not None and shape.has_experts(layer_number - 1):
         return MixtureOfExperts(shape, shape.experts)
     return MLP(shape)
 
 
 class TransformerLayer(nn.Module):
-    """Pre-norm block: hidden + dropout(attention(norm(hidden))), then the same with the MLP.
-
-    forward takes and returns tensors only; None stands for "plain causal" and "no rotation".
-    """
+    """Pre-norm block: hidden + dropout(attention(norm(hidden))), then the same with the MLP."""
 
     def __init__(self, shape: ModelShape, layer_number: int, attend: Attend):
+        """
+        Args:
+            shape: The model's shape.
+            layer_number: The layer's number, from 1 over the whole model, not over a pipeline stage.
+            attend: The attention kernel.
+        """
         super().__init__()
         self.input_layernorm = Norm(shape.hidden_size, shape)
         self.self_attention = build_attention(shape, layer_number, attend)
@@ -174,6 +197,14 @@ class TransformerLayer(nn.Module):
         cos_B1TR: Tensor | None = None,
         sin_B1TR: Tensor | None = None,
     ) -> Tensor:
+        """Compute the layer: (B, T, H) -> (B, T, H). It takes and returns tensors only.
+
+        Args:
+            hidden_BTH: The input.
+            edges_E: Where documents begin and end, as in Scope; None: each sequence is one.
+            cos_B1TR: Cosines of the rotation, by make_rotary_tables; None: nothing rotates.
+            sin_B1TR: Sines of the rotation.
+        """
         attended_BTH = self.self_attention(self.input_layernorm(hidden_BTH), edges_E, cos_B1TR, sin_B1TR)
         hidden_BTH = hidden_BTH + self.dropout(attended_BTH)
         hidden_BTH = hidden_BTH + self.dropout(self.mlp(self.pre_mlp_layernorm(hidden_BTH)))
@@ -195,6 +226,14 @@ class Decoder(nn.Module):
         cos_B1TR: Tensor | None = None,
         sin_B1TR: Tensor | None = None,
     ) -> Tensor:
+        """Compute all layers: (B, T, H) -> (B, T, H).
+
+        Args:
+            hidden_BTH: The input.
+            edges_E: Where documents begin and end, as in Scope; None: each sequence is one.
+            cos_B1TR: Cosines of the rotation, by make_rotary_tables; None: nothing rotates.
+            sin_B1TR: Sines of the rotation.
+        """
         for layer in self.layers:
             hidden_BTH = layer(hidden_BTH, edges_E, cos_B1TR, sin_B1TR)
         hidden_BTH = self.final_layernorm(hidden_BTH)
@@ -202,12 +241,15 @@ class Decoder(nn.Module):
 
 
 class GPT(nn.Module):
-    """tokens -> logits, or tokens and labels -> losses.
-
-    `attend` is what choose_attention returns. `losses` maps (hidden_BTH, weight_VH, labels_BT) to losses_BT.
-    """
+    """Model that makes logits of tokens, or losses of tokens and labels."""
 
     def __init__(self, shape: ModelShape, attend: Attend, losses: Callable[..., Tensor] = token_losses):
+        """
+        Args:
+            shape: The model's shape.
+            attend: The attention kernel, as choose_attention returns it.
+            losses: Maps (hidden_BTH, weight_VH, labels_BT) to losses_BT.
+        """
         super().__init__()
         self.shape = shape
         self.losses = losses
@@ -228,15 +270,16 @@ class GPT(nn.Module):
         documents_BT: Tensor | None = None,
         loss_mask_BT: Tensor | None = None,
     ) -> Tensor:
-        """logits_BTV without labels, else the fp32 loss of each token, losses_BT (nats).
+        """Compute logits_BTV without labels, else the fp32 loss of each token, losses_BT (nats).
 
         Args:
             tokens_BT: The inputs.
             labels_BT: What each token is to predict.
-            positions_BT: Of learned positions; None: those of the sequence.
+            positions_BT: Learned positions count by it; None: they are those of the sequence.
             documents_BT: A token attends only within its own document number (and causally); None: to all before it.
-                Of whole sequences, where this rank has a part of each; on the host, or a GPU is waited for.
-            loss_mask_BT: Of multi-token prediction: 1 where a label counts, else 0; None: all count.
+                Where this rank has a part of each sequence, it is that of whole ones; on the host, or a GPU is waited
+                for.
+            loss_mask_BT: 1 where a label counts in multi-token prediction, else 0; None: all count.
         """
         # rotations count from the start of the sequence, as in Megatron: only learned positions can be reset
         sequence_1T = self.number_positions(tokens_BT.shape[1], tokens_BT.device)[None]
@@ -283,7 +326,7 @@ class GPT(nn.Module):
 
     @property
     def output_weight(self) -> Tensor:
-        """weight_VH of the output projection: the word embeddings' own when tied."""
+        """The output projection's weight_VH, which is the word embeddings' own when tied."""
         return self.embedding.word_embeddings.weight if self.output_layer is None else self.output_layer.weight
 
 
@@ -304,8 +347,15 @@ def initialize(
 ) -> None:
     """Fill parameters in place; torch.manual_seed decides the numbers.
 
-    All of the model's are drawn in its order. Those of which this rank has a part, or nothing, are drawn whole, on
-    `device` if given, and cut and rounded to `dtype`, so that all ranks together begin as one would.
+    All of the model's are drawn in its order. Those of which this rank has a part, or nothing, are drawn whole, and
+    cut, so that all ranks together begin as one would.
+
+    Args:
+        parameters: This rank's parameters by name.
+        shape: The model's shape.
+        parts: The part of each parameter of which this rank has not all.
+        dtype: The precision to which such a part is rounded.
+        device: Where whole parameters are drawn that this rank has a part of; None: where the parameters are.
     """
     first = next(iter(parameters.values()))
     for name, sizes in list_parameters(shape).items():
@@ -320,14 +370,14 @@ def initialize(
 
 
 def list_parameters(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """{name: size} of a whole model's parameters, in their order; a matrix is [out, in], the embeddings [rows,
+    """List a whole model's parameters, {name: size}, in their order; a matrix is [out, in], the embeddings [rows,
     hidden]."""
     return {name: tuple(parameter.shape) for name, parameter in _build_on_meta(shape).named_parameters()}
 
 
 def list_weights(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """{name: size} of all that a checkpoint holds of a model: its parameters, and the biases by which routers balance
-    experts."""
+    """List all that a checkpoint holds of a model, {name: size}: its parameters, and the biases by which routers
+    balance experts."""
     biases = list_expert_biases(list_mixtures(_build_on_meta(shape)), "meta")
     return list_parameters(shape) | {name: tuple(bias.shape) for name, bias in biases.items()}
 

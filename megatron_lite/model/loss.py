@@ -219,7 +219,7 @@ def _measure_rows(
     logits_MV: Tensor,
     labels_M: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """As measure_logits, with so many rows in fp32 at a time."""
+    """Measure logits as measure_logits does, with so many rows in fp32 at a time."""
     normalizers = [_normalize_rows(kernels, logits_RV) for logits_RV in logits_MV.split(rows_at_once)]
     return _own_logits(logits_MV, labels_M), torch.cat(normalizers)
 
@@ -246,7 +246,7 @@ def _write_row_gradients(
     normalizers_M: Tensor,
     gradient_M: Tensor,
 ) -> None:
-    """As write_gradients, with so many rows in fp32 at a time."""
+    """Write gradients as write_gradients does, with so many rows in fp32 at a time."""
     for rows in _split_rows(rows_at_once, logits_MV, labels_M, normalizers_M, gradient_M):
         rows[0].copy_(_row_gradients(kernels, *rows))
 
@@ -322,7 +322,7 @@ class _FusedLosses(torch.autograd.Function):
         pieces: Pieces,
         combine: Combine | None,
     ) -> Tensor:
-        """Compute losses_M, fp32."""
+        """Compute the losses, losses_M, in fp32."""
         # detached, so that training and evaluating are alike to the compiler
         own_M, normalizers_M = pieces.measure_logits(logits_MV.detach(), labels_M)
         if combine is not None:

@@ -19,7 +19,7 @@ from megatron_lite.model.norm import Norm
 
 
 class Targets(NamedTuple):
-    """What a sequence is made of, and what is predicted of it."""
+    """Tokens of sequences, and what is predicted of them."""
 
     tokens_BT: Tensor
     labels_BT: Tensor
@@ -43,7 +43,7 @@ def _shift(x_BT: Tensor) -> Tensor:
 
 
 class PredictionState:
-    """What multi-token prediction keeps from one micro-batch to the next."""
+    """State of multi-token prediction between micro-batches."""
 
     def __init__(self) -> None:
         # of each depth, the sum over the step's micro-batches of its mean over tokens
@@ -64,7 +64,7 @@ class PredictionState:
 
 
 class PredictionLayer(nn.Module):
-    """hidden_BTH of one depth -> that of the next one.
+    """Makes hidden_BTH of the next depth from that of one depth.
 
     The norms are of the token's embedding (enorm) and of its hidden state (hnorm); eh_proj makes one vector of both.
     """
@@ -85,6 +85,15 @@ class PredictionLayer(nn.Module):
         cos_B1TR: Tensor | None,
         sin_B1TR: Tensor | None,
     ) -> Tensor:
+        """Compute the next depth: (B, T, H) -> (B, T, H).
+
+        Args:
+            hidden_BTH: Hidden states of the depth before.
+            embedded_BTH: Embeddings of the next tokens.
+            edges_E: Where documents begin and end, as in Scope; None: each sequence is one.
+            cos_B1TR: Cosines of the rotation, by make_rotary_tables; None: nothing rotates.
+            sin_B1TR: Sines of the rotation.
+        """
         both = torch.cat((self.enorm(embedded_BTH), self.hnorm(hidden_BTH)), dim=-1)
         joined_BTH = self.eh_proj(both)
         further_BTH: Tensor = self.final_layernorm(self.transformer_layer(joined_BTH, edges_E, cos_B1TR, sin_B1TR))
@@ -124,14 +133,16 @@ class MultiTokenPrediction(nn.Module):
         cos_B1TR: Tensor | None = None,
         sin_B1TR: Tensor | None = None,
     ) -> Tensor:
-        """hidden_BTH, whose backward begins that of all depths' losses, too.
+        """Return hidden_BTH, whose backward begins that of all depths' losses, too.
 
         Args:
             hidden_BTH: The decoder's output.
             targets: The micro-batch.
             embed: (tokens_BT, positions_BT) -> hidden_BTH.
             measure: (hidden_BTH, labels_BT) -> losses_BT.
-            edges_E: As in TransformerLayer; so are cos_B1TR and sin_B1TR.
+            edges_E: Where documents begin and end, as in Scope; None: each sequence is one.
+            cos_B1TR: Cosines of the rotation, by make_rotary_tables; None: nothing rotates.
+            sin_B1TR: Sines of the rotation.
         """
         further_BTH = hidden_BTH
         for depth, layer in enumerate(self.layers):

@@ -28,6 +28,7 @@ DONE = (
     "cpu_kernels",
     "data",
     "instruments",
+    "model",
     "optim",
     "parallel",
     "train",
