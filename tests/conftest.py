@@ -8,6 +8,7 @@ import types
 from pathlib import Path
 
 import pytest
+from support.wording import find_new_wording, write_wording
 
 # Before torch is imported. Tests' models are tiny: a second thread gains nothing, and where cores are taken by others,
 # threads that wait for each other turn steps of 10 ms into steps of a second.
@@ -16,6 +17,49 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shell's background jobs, such as `bash tests/run &`, ignore Ctrl-C, and so would every run that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# What --write-wording found: the new sentences of tests/wording.json, by key.
+new_wording = pytest.StashKey[dict[str, str]]()
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--write-wording",
+        action="store_true",
+        help="Write the sentences that differ from tests/wording.json into it (figures must agree). A test stops at "
+        "its first difference: run until nothing is written.",
+    )
+
+
+def pytest_configure(config):
+    config.stash[new_wording] = {}
+
+
+def pytest_assertrepr_compare(config, op, left, right):
+    """A comparison that failed: its new sentences are noted. pytest explains the failure as ever."""
+    if config.getoption("--write-wording"):
+        config.stash[new_wording].update(find_new_wording(op, left, right))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """A process of pytest-xdist has ended, and hands over what it noted."""
+    node.config.stash[new_wording].update(getattr(node, "workeroutput", {}).get("wording", {}))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session):
+    found = session.config.stash[new_wording]
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["wording"] = found
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    found = config.stash[new_wording]
+    if found:
+        write_wording(found)
+        terminalreporter.write_line(f"tests/wording.json: {len(found)} sentences written: {', '.join(sorted(found))}")
 
 
 def pytest_collection_modifyitems(items):

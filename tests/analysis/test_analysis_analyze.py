@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from support.paths import SHARED
 from support.trace_maker import cpu_run, gpu_run
+from support.wording import wording
 
 from megatron_lite.analysis import analyze as module
 from megatron_lite.analysis.analyze import analyze
@@ -107,7 +108,7 @@ def test_too_little_memory_is_a_gap(tmp_path, monkeypatch):
 def test_all_renderers_take_a_real_analysis(made, tmp_path):
     report = analyze([made(steps=5).write(tmp_path)])
     lines = terminal_lines(report, Style(unicode=True), everything=True)
-    assert max(map(len, lines)) <= WIDTH and "Where a step goes" in html_page(report)
+    assert max(map(len, lines)) <= WIDTH and wording("cli/where-step-goes") in html_page(report)
     assert json.loads(json_text(report))["schema"] == 1
 
 
@@ -122,7 +123,7 @@ def test_foreign_files_are_reported_on(path, tmp_path, monkeypatch, capsys):
     assert max(map(len, shown.splitlines()[:-1])) <= WIDTH
     # Two screens: 92 lines of verdict, findings and tables, and the 21 of "Checked" (decision 042).
     assert shown.count("\n") <= 92 + 21
-    assert "a bug in megatron_lite" not in shown and "Traceback" not in shown
+    assert wording("analysis/bug-in-megatron-lite") not in shown and "Traceback" not in shown
     read = json.loads((tmp_path / "report.json").read_text())
     for rank in read["ranks_seen"]:
         assert sum(rank["time"]["rows"].values()) == pytest.approx(rank["time"]["step_ms"], rel=1e-6)

@@ -32,6 +32,7 @@ from support.paths import SHARED
 from support.report_cases import HOSTILE, report
 from support.trace_maker import cpu_run, gpu_run
 from support.training_maker import ADD, FP32_GEMM, Step
+from support.wording import wording
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.findings import base, checks
@@ -295,7 +296,7 @@ def test_formats_that_mixed_precision_must_leave_alone():
         made.op("aten::embedding", at + 100, at + 110, dims=[[512, 64], [4, 16]], dtypes=["c10::BFloat16", "long int"])
         made.op("aten::nll_loss_forward", at + 120, at + 130, dims=[[64, 512], [64]], dtypes=["float", "long int"])
 
-    assert "token ids in long int, labels in long int" in told(check_of(10, on_cpu(change=change)))
+    assert wording("analysis/token-ids-in-long") in told(check_of(10, on_cpu(change=change)))
 
 
 PASSED = "the losses of 40 common iterations differ by at most 0.00%"
@@ -330,7 +331,7 @@ def test_losses_of_other_data_are_not_judged(tmp_path):
     run(tmp_path / "larger", ordinary_steps(batch_size=16), seed=1234)
     assert "another batch" in told(check_of(18, recorded(seed=1234), tmp_path / "larger"))
     gpu(tmp_path / "trace")
-    assert "traces hold no losses" in told(check_of(18, run, tmp_path / "trace"))
+    assert wording("analysis/traces-hold-no-losses") in told(check_of(18, run, tmp_path / "trace"))
 
 
 def test_without_facts_nothing_is_seen():
@@ -394,8 +395,8 @@ def test_memory_that_nobody_measured_is_not_said_to_stay():
             host_memory_bytes=None, peak_memory_bytes=lambda index, last=number: 2**30 if 1 <= index <= last else None
         )
         text = told(check_of(12, recorded(steps=measured)))
-        assert ("memory of the GPU does not grow over 12 typical steps" in text) is says
-        assert "the process" not in text and text.count("does not grow") == says
+        assert (wording("analysis/memory-of-gpu-does", 12) in text) is says
+        assert "the process" not in text and text.count(wording("analysis/does-not-grow")) == says
 
 
 def test_an_update_per_micro_batch_fails():
@@ -404,7 +405,7 @@ def test_an_update_per_micro_batch_fails():
         made.annotation("Optimizer.step#AdamW.step", at + 8720, at + 8730)
 
     check = check_of(13, both(on_cpu(change=change, micro_batches=2), recorded(device="cpu", world=1)))
-    assert check.answer is FAIL and "2 optimizer steps per iteration" in told(check), told(check)
+    assert check.answer is FAIL and wording("analysis/optimizer-steps-per-iteration", 2) in told(check), told(check)
 
 
 def test_a_point_that_fails_itself_is_not_seen(monkeypatch):

@@ -12,6 +12,7 @@ from support.run_maker import PLAN, RECORD, folder, step
 from support.trace_maker import gpu_run
 from support.training_maker import gpu
 from support.training_maker import run as made_run
+from support.wording import wording
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.compare.compare import compare
@@ -80,7 +81,7 @@ def test_differences_of_rows_sum_to_the_steps(tmp_path):
     assert step.difference == pytest.approx(0.3) and step.change is Change.MORE
     assert sum(pair.difference for pair in found.rows.values()) == pytest.approx(step.difference)
     assert found.rows["exposed_communication"].b == pytest.approx(0.15) and found.rows["compute"].change is Change.SAME
-    assert "B takes 30% more time per step (1 -> 1.3 ms)" in found.sentence
+    assert wording("analysis/b-takes-more-time", 30, 1, 1.3) in found.sentence
 
 
 def test_a_run_differs_from_itself_in_nothing(tmp_path):
@@ -89,7 +90,7 @@ def test_a_run_differs_from_itself_in_nothing(tmp_path):
     pairs += [*found.rows.values(), *found.roles.values()]
     pairs += [pair for phase in found.phases for pair in (phase.host, phase.device)]
     assert len(pairs) > 20 and {pair.change for pair in pairs} == {Change.SAME}
-    assert found.sentence.startswith("B's steps take as long as A's")
+    assert found.sentence.startswith(wording("analysis/b-steps-take-as"))
 
 
 def test_kernels_are_matched_by_operator_and_phase_not_by_name(tmp_path):
@@ -141,10 +142,10 @@ def test_runs_without_traces(tmp_path):
     assert totals["MFU, causal attention"].change is Change.MORE
     slow = changed(b, phases_ms={"forward": np.full(29, 5.0), "backward": np.full(29, 15.0)})
     said = compare(b, slow).sentence
-    assert said.startswith("B's steps take as long") and "backward" not in said
+    assert said.startswith(wording("analysis/b-steps-take-as-long")) and "backward" not in said
     quick = changed(a, phases_ms={"forward": np.full(29, 4.0), "backward": np.full(29, 15.0)})
     # forward takes longer: no reason
-    assert compare(quick, b).sentence == "B takes 50% less time per step (20.1 -> 10.1 ms)"
+    assert compare(quick, b).sentence == wording("analysis/b-takes-less-time", 50, 20.1, 10.1)
     assert [phase.name for phase in found.phases] == ["forward"] and found.phases_of.startswith("steps.jsonl")
 
 
@@ -161,16 +162,21 @@ def test_what_one_layout_exchanges_and_another_does_not(tmp_path):
         {"tensor": -0.8, "data": 0.8}
     )
     shown = "\n".join(comparison_lines(found, Style()))
-    assert "Communication not overlapped with compute, by group" in shown and " -100% " in shown
+    assert wording("analysis/communication-not-overlapped-with") in shown and " -100% " in shown
     assert compare(sides[0], sides[0]).groups == {}
 
 
 def test_noisy_machines_and_short_windows_are_said(tmp_path):
     a, b = (with_run(tmp_path, name) for name in "ab")
     wild = compare(a, changed(b, training_ms=np.array(noisy(12, 9, b.run.steps, 3))))
-    assert "may come from the machine" in " ".join(wild.notes) and wild.sentence.startswith("it is unclear whether B's")
+    assert wording("analysis/may-come-from-machine") in " ".join(wild.notes) and wild.sentence.startswith(
+        wording("analysis/it-is-unclear-whether")
+    )
     few = compare(traced(tmp_path, "c", steps=2), traced(tmp_path, "d", steps=2))
-    assert "few steps were seen" in " ".join(few.notes) and "too few steps" in few.sentence
+    assert (
+        wording("analysis/few-steps-were-seen") in " ".join(few.notes)
+        and wording("analysis/too-few-steps") in few.sentence
+    )
 
 
 def test_another_model_or_batch_is_refused_unless_told(tmp_path):
@@ -179,7 +185,9 @@ def test_another_model_or_batch_is_refused_unless_told(tmp_path):
     with pytest.raises(ConfigError) as raised:
         compare(a, b)
     [line] = raised.value.lines
-    assert line == "--num-layers 2 against 4, --seq-length 16 against 32: another model; --force compares all the same."
+    assert line == wording(
+        "analysis/against-against-another-model", "--num-layers", 2, 4, "--seq-length", 16, 32, "--force"
+    )
     assert compare(a, b, force=True).forced == ("--num-layers 2 against 4, --seq-length 16 against 32: another model",)
     larger = changed(a, batch_sizes=np.full(a.run.steps, 8.0))
     with pytest.raises(ConfigError, match="--global-batch-size 4 against 8 samples per step: another batch; --force"):
@@ -198,7 +206,7 @@ def test_memory_by_category():
     a, b = (Facts(ranks_seen=(), ranks=None, snapshots=(one,), run=None, gaps=()) for one in (snapshot(), less))
     found = compare(a, b)
     assert found.memory["activations"].difference == -8 * 2**30 and found.memory["moments"].change is Change.SAME
-    assert found.sentence == "peak memory is 25% less (32.00 GiB -> 24.00 GiB)"
+    assert found.sentence == wording("analysis/peak-memory-is-less", 25, "32.00", "24.00")
     assert list(found.memory)[:2] == ["parameters", "gradients"] and found.step_ms == 0
 
 
@@ -216,7 +224,11 @@ def test_the_command(tmp_path, capsys):
     paths = [str(tmp_path / name) for name in "ab"]
     assert main(["compare", *paths, "--json", str(tmp_path / "c.json")]) == 0
     out = capsys.readouterr().out
-    assert "B takes 50% less time per step" in out and "written:" in out and "To keep in mind" in out
+    assert (
+        wording("analysis/b-takes-less-time-per", 50) in out
+        and "written:" in out
+        and wording("analysis/to-keep-in-mind") in out
+    )
     assert json.loads((tmp_path / "c.json").read_text())["totals"][0]["pair"]["change"] == "less"
     wrong = {"none": [paths[0], f"{tmp_path}/none"], "--help": paths[:1], "--json": [*paths, "--json", str(tmp_path)]}
     for said, argv in wrong.items():
@@ -285,8 +297,8 @@ def test_losses_of_layouts_differ_by_rounding_or_by_an_error(tmp_path, precision
     assert (found.losses.iterations, found.losses.largest, found.losses.largest_at) == ((1, 29), 0.25, 8)
     shown = " ".join(" ".join(comparison_lines(found, Style(False))).split())
     assert (
-        "Do they compute the same?" in shown
-        and "largest difference of a loss in steps 1 to 29: 0.25, in step 8" in shown
+        wording("analysis/do-they-compute-same") in shown
+        and wording("analysis/largest-difference-of-loss", 1, 29, 0.25, 8) in shown
     )
 
 
@@ -348,4 +360,4 @@ def test_mistakes_in_limits_are_one_line(tmp_path, capsys):
         assert error.startswith(f'error: --fail-if "{limit}": ') and said in error and error.count("\n") == 1
     trace = gpu(tmp_path / "trace")
     assert main(["report", str(trace), "--no-html", "--baseline", str(tmp_path / "b.json")]) == 2
-    assert "no run folder" in capsys.readouterr().err
+    assert wording("analysis/no-run-folder") in capsys.readouterr().err

@@ -5,6 +5,7 @@ import json
 import pytest
 from support.trace_maker import GLOO, NCCL_STREAM, MadeTrace
 from support.training_maker import BF16_GEMM, cpu, ordinary_steps, run
+from support.wording import wording
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.compare.compare import compare
@@ -62,10 +63,10 @@ def test_late_ranks_of_a_cpu_are_certain_only_if_their_cores_were_free(tmp_path,
     doubted = write_ranks(tmp_path / "unknown", late_us)
     assert doubted.findings[0].code == code and not is_certain(doubted, code)
     assert (doubted.verdict.word, doubted.verdict.confidence) == (VerdictWord.STRAGGLER, "low")
-    assert "no run record" in doubted.verdict.why and "megatron-lite watch" in doubted.verdict.why
-    assert any("no run record" in piece.text for piece in doubted.findings[0].evidence)
+    assert wording("analysis/no-run-record") in doubted.verdict.why and "megatron-lite watch" in doubted.verdict.why
+    assert any(wording("analysis/no-run-record") in piece.text for piece in doubted.findings[0].evidence)
     known = write_ranks(tmp_path / "known", late_us, (FREE, FREE))
-    assert known.verdict.word is VerdictWord.STRAGGLER and "no run record" not in known.verdict.why
+    assert known.verdict.word is VerdictWord.STRAGGLER and wording("analysis/no-run-record") not in known.verdict.why
     # where a rank is late at times, steps differ, which is a doubt of its own
     assert known.verdict.confidence == ("low" if late_us is AT_TIMES else "high")
     assert is_certain(known, code) is (late_us is not AT_TIMES)
@@ -86,7 +87,7 @@ def test_a_rank_that_had_no_core_is_no_straggler(tmp_path):
 
 def test_waiting_for_a_core_must_not_explain_the_lateness(tmp_path):
     report = write_ranks(tmp_path, ALWAYS, (FREE, SOME_TAKEN))
-    assert not is_certain(report, "straggler") and "rank 1 waited for a CPU core for 1.0 ms" in report.verdict.why
+    assert not is_certain(report, "straggler") and wording("analysis/rank-waited-for-cpu", 1, 1.0) in report.verdict.why
 
 
 @pytest.mark.parametrize(("in_kernels", "certain"), [(True, True), (False, False)])
@@ -185,13 +186,13 @@ def test_longer_steps_are_nobodys_without_cpu_times(tmp_path):
         [found] = [one for one in report.findings if one.code == "profiler-overhead"]
         said = any("no CPU time was recorded" in piece.text for piece in found.evidence)
         assert said is (name == "unknown")
-        assert ("the profiler made steps 43% longer" in report.verdict.why) is (name == "known")
+        assert (wording("analysis/profiler-made-steps-longer", 43) in report.verdict.why) is (name == "known")
 
 
 def test_the_table_of_ranks_says_what_is_not_known_of_the_late_one(tmp_path):
     for name, cores, said in (("unknown", None, True), ("known", FREE, False)):
         section = ranks_section(write_ranks(tmp_path / name, ALWAYS, (cores, cores)), everything=False)
-        assert ("no run record" in str(section)) is said
+        assert (wording("analysis/no-run-record") in str(section)) is said
 
 
 def test_the_header_of_a_merged_file_tells_of_no_rank(tmp_path):

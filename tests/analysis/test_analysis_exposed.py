@@ -4,6 +4,7 @@ import pytest
 from support.finding_cases import BROADCAST, DISPATCH, GATHER, exchanges, on_gpu
 from support.trace_maker import COMPUTE_STREAM
 from support.training_maker import BF16_GEMM, gpu
+from support.wording import wording
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.ranks.calls import What, find_algorithm, find_collective_kind
@@ -93,9 +94,12 @@ def test_dispatch_on_the_stream_that_computes_cannot_overlap(tmp_path):
     [one] = found_in(tmp_path / "a", on_gpu(reduce="after", collective=shared, world_size=16))
     assert one.code == "exposed-experts" and one.cost_ms == pytest.approx(1.2, rel=0.01) and not one.certain
     said = " | ".join(piece.text for piece in one.evidence)
-    assert "stream that computes" in said and "15 of 16 ranks were not read (1 to 15)" in said
+    assert (
+        wording("analysis/stream-that-computes") in said
+        and wording("analysis/of-ranks-were-not", 15, 16, 1, 15) in said
+    )
     [one] = found_in(tmp_path / "b", on_gpu(reduce="after", collective=DISPATCH))
-    assert "stream that computes" not in " | ".join(piece.text for piece in one.evidence)
+    assert wording("analysis/stream-that-computes") not in " | ".join(piece.text for piece in one.evidence)
 
 
 def test_communication_of_unknown_kind_is_told_by_its_kernel(tmp_path):
@@ -117,7 +121,7 @@ def test_no_cost_is_told_twice(tmp_path, parts):
 def test_a_gather_of_objects_is_no_gather_of_weights(tmp_path):
     objects = GATHER | {"dtype": "Byte"}
     [one] = found_in(tmp_path / "a", on_gpu(reduce="after", collective=objects))
-    assert one.code == "exposed-communication" and one.title.startswith("exposed gathers of objects")
+    assert one.code == "exposed-communication" and one.title.startswith(wording("analysis/exposed-gathers-of-objects"))
     [one] = found_in(tmp_path / "b", on_gpu(reduce="after", collective=GATHER))
     assert one.code == "parameter-gather"
 

@@ -25,6 +25,7 @@ from support.finding_cases import (
 from support.paths import SHARED
 from support.trace_maker import GLOO, MadeTrace
 from support.training_maker import FP32_GEMM, SIMT_GEMM, ordinary_steps
+from support.wording import wording
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.findings.base import rule
@@ -47,7 +48,7 @@ NEEDS_REAL = pytest.mark.skipif(not REAL, reason="no ../shared/traces beside the
 def found_in(folder, write) -> list:
     write(folder)
     report = analyze([folder])
-    assert [gap for gap in report.facts.gaps if "mistake" in gap or "could not be" in gap] == []
+    assert [gap for gap in report.facts.gaps if "mistake" in gap or wording("analysis/could-not-be") in gap] == []
     return list(report.findings)
 
 
@@ -90,12 +91,12 @@ def test_advice_about_a_straggler_asks_only_for_what_is_not_there(tmp_path, rank
 
 def test_a_straggler_of_the_run_that_the_profiled_steps_do_not_show_says_both(tmp_path):
     other = straggler_of(tmp_path / "other", ranks_late(20), [3.0, 3.0, 5.0])
-    assert other.startswith("rank 2, likely: over the whole run rank 2 takes 2.0 ms longer per step than the median")
-    assert "rank (medians in steps.jsonl); but in the profiled steps the others wait most for rank 1, 0.02 ms" in other
+    assert other.startswith(wording("analysis/rank-likely-over-whole", 2, 2, 2.0))
+    assert wording("analysis/rank-medians-in-steps", 1, 0.02) in other
     alike = straggler_of(tmp_path / "alike", ranks_late(20), [3.0, 5.0, 3.0])
-    assert "; in the profiled steps, too, the others wait most for it, 0.02 ms per step | " in alike
+    assert wording("analysis/in-profiled-steps-too", 0.02) in alike
     same = straggler_of(tmp_path / "same", ranks_late(1500), [3.0, 5.0, 3.0])
-    assert same.startswith("rank 1, certain: ") and "the whole run" not in same
+    assert same.startswith("rank 1, certain: ") and wording("analysis/whole-run") not in same
 
 
 @pytest.mark.parametrize(
@@ -107,11 +108,14 @@ def test_a_straggler_of_the_run_that_the_profiled_steps_do_not_show_says_both(tm
 )
 def test_python_at_work_on_a_cpu_is_named_by_phase_and_with_stacks_by_function(tmp_path, line, seen, advice):
     [found] = found_in(tmp_path, python_works(4_000, line))
-    assert (found.code, found.title) == ("host-gaps", "Python between operators")
+    assert (found.code, found.title) == ("host-gaps", wording("report/python-between-operators"))
     assert found.cost_ms == pytest.approx(4.0, rel=0.05)
-    assert "Python runs for a millisecond or longer without an operator: 4.0 ms of each step" in found.evidence[0].text
-    assert f"4.0 ms in the median step{seen}" in found.evidence[1].text and found.evidence[1].where == "forward"
-    assert f"{advice}take that work out of forward" in found.advice
+    assert wording("analysis/python-runs-for-millisecond", 4.0) in found.evidence[0].text
+    assert (
+        wording("analysis/ms-in-median-step", 4.0, seen) in found.evidence[1].text
+        and found.evidence[1].where == "forward"
+    )
+    assert wording("analysis/take-that-work-out", advice) in found.advice
 
 
 @pytest.mark.parametrize(
@@ -255,8 +259,8 @@ def test_the_profiler_is_blamed_for_certain_only_if_steps_after_it_recover(tmp_p
         [one] = [one for one in found if one.code == "profiler-overhead"]
         return one.certain, one.evidence[0].text.partition("; ")[2]
 
-    assert overhead("recovers", 10.0) == (True, "those after them again 10.0 ms")
-    assert overhead("stays", 14.0) == (False, "those after them still 14.0 ms")
+    assert overhead("recovers", 10.0) == (True, wording("analysis/those-after-them-again", 10.0))
+    assert overhead("stays", 14.0) == (False, wording("analysis/those-after-them-still", 14.0))
     assert overhead("unknown", 10.0, 24) == (False, "")
 
 
@@ -265,8 +269,8 @@ def test_a_straggler_of_traces_on_a_busy_machine_is_none(tmp_path):
     report = analyze([tmp_path])
     assert report.facts.ranks.straggler is None
     assert "straggler" not in [one.code for one in report.findings]
-    assert report.verdict.sentence.startswith("Rank 1 waits for a CPU core for 40% of each step. ")
-    assert report.verdict.confidence == "low" and "ranks waited for CPU cores" in report.verdict.why
+    assert report.verdict.sentence.startswith(wording("analysis/rank-waits-for-cpu", 1, 40))
+    assert report.verdict.confidence == "low" and wording("analysis/ranks-waited-for-cpu") in report.verdict.why
     assert any("busy-machine" in note for note in report.facts.ranks.notes)
 
 

@@ -8,6 +8,7 @@ import pytest
 from support.finding_cases import ALL_REDUCE, GATHER, moving, orders, recorded
 from support.trace_maker import MadeTrace
 from support.training_maker import BF16_GEMM, gpu, rank_lines
+from support.wording import wording
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.ranks.imbalance import find_imbalance
@@ -126,7 +127,7 @@ def test_a_rank_costs_what_it_comes_later_than_the_straggler(tmp_path, world):
 def test_of_two_ranks_one_that_computes_longer_is_told_so_beside_a_straggler(tmp_path):
     moving([[2000, 6000 if step % 6 == 2 else 0] for step in range(20)])(tmp_path)
     assert analyze([tmp_path]).facts.ranks.imbalance.computes is True
-    assert "the late rank computes longer" in str(late_findings(tmp_path)["late-at-times"].evidence)
+    assert wording("analysis/late-rank-computes-longer") in str(late_findings(tmp_path)["late-at-times"].evidence)
 
 
 def test_a_straggler_alone_is_the_only_late_rank(tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.paths import TRACES
+from support.wording import wording
 
 from megatron_lite.analysis.kernels.kernel_names import in_words, short_name, taken_apart
 from megatron_lite.analysis.kernels.kernel_results import Role, TensorCores
@@ -48,8 +49,8 @@ def test_a_half_precision_kernel_of_cublas():
     said = {part.text: part.meaning for part in kernel.parts}
     assert list(said) == ["ampere", "fp16", "s", "1688", "128x128", "ldg8", "relu", "f2f", "stages_32x1", "tn"]
     assert "sm80" in said["ampere"] and "fp32" in said["s"] and "16x8x8" in said["1688"]
-    assert said["ldg8"] == "each load takes 8 elements"
-    assert said["tn"].startswith("first operand transposed, second as it is")
+    assert said["ldg8"] == wording("analysis/each-load-takes-elements", 8)
+    assert said["tn"].startswith(wording("analysis/first-operand-transposed-second"))
     assert {part.text for part in kernel.parts if part.inferred} == {"f2f", "stages_32x1"}
 
 
@@ -160,11 +161,11 @@ def test_mangled_names_give_their_identifiers():
 
 def test_words_for_people():
     text = "\n".join(in_words("ampere_sgemm_128x64_tn"))
-    assert "What it is for: a matrix product (by cuBLAS)." in text
+    assert wording("analysis/what-it-is-for") in text
     assert "Tensor cores: no (fp32 operands); try --bf16 or --fp16" in text
     inferred = "\n".join(in_words("nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_TNT"))
-    assert "(*) inferred from use: not documented." in inferred
-    assert in_words("my_own_thing")[-1] == "What it is for: unknown: no pattern of this tool fits the name."
+    assert wording("analysis/inferred-from-use-not") in inferred
+    assert in_words("my_own_thing")[-1] == wording("analysis/what-it-is-for-unknown")
     assert any(line.startswith("Beware: NCCL") for line in in_words("ncclKernel_AllReduce_RING_LL_Sum_float(x)"))
     assert "odd" in "\n".join(in_words("cutlass_80_simt_hgemm_128x32_8x5_nn_align1"))
 

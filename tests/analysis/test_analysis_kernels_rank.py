@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from support.paths import TRACES
 from support.trace_maker import AUTOGRAD, MadeTrace, cpu_run, gpu_run
+from support.wording import wording
 
 from megatron_lite.analysis.kernels.kernel_results import RankKernels, Role, TensorCores
 from megatron_lite.analysis.kernels.rank_kernels import rank_kernels
@@ -307,7 +308,7 @@ def test_without_a_gpu_operators_are_the_work(tmp_path):
     assert kernels.device_ms == pytest.approx(sum(kernels.roles.values()))
     assert kernels.model_flops == 2 * 64 * 128 * 256  # the other product has no shapes
     assert (kernels.peak_tflops, kernels.mfu) == (None, None)
-    assert any("no peak is known for this processor" in note for note in kernels.notes)
+    assert any(wording("analysis/no-peak-is-known") in note for note in kernels.notes)
 
 
 def test_gaps_are_named(tmp_path):
@@ -337,7 +338,7 @@ def test_a_trace_without_steady_steps_has_no_figures(tmp_path):
     [trace] = read_traces(gpu_run(steps=3).write(tmp_path))
     placing = attribute_events(trace)
     none = replace(placing, steps=tuple(replace(step, steady=False) for step in placing.steps))
-    assert rank_kernels(trace, none, rank_time(trace, none)).notes == ("no steady step, so no kernel figures",)
+    assert rank_kernels(trace, none, rank_time(trace, none)).notes == (wording("analysis/no-steady-step-so"),)
 
 
 def test_compiled_regions_are_counted(tmp_path):

@@ -6,6 +6,7 @@ import pytest
 from support.finding_cases import gathering, graph_pools, holes, streams
 from support.snapshot_maker import BACKWARD, CALL, INIT, STEP, MadeSnapshot, forward_stack, frames, training, write
 from support.trace_maker import gpu_run
+from support.wording import wording
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.memory.memory_results import Snapshot
@@ -63,9 +64,9 @@ def test_the_device_whose_request_failed_is_told(tmp_path, number):
     report = analyze([write(on_devices(*devices), tmp_path / "s.pickle")])
     [found] = report.facts.snapshots
     assert (found.device, found.oom.held_bytes, found.oom.requested_bytes) == (number, 60 * GIB, 8 * GIB)
-    assert "A request for 8.00 GiB failed at model.py:77 prefill with 60.00 GiB held" in report.verdict.sentence
+    assert wording("analysis/request-for-gib-failed", "8.00", 77, "60.00") in report.verdict.sentence
     assert f"on GPU {number}" in report.verdict.sentence and codes(report)[0] == "out-of-memory"
-    assert found.notes[0].startswith(f"this is device {number}; the file holds others")
+    assert found.notes[0].startswith(wording("analysis/this-is-device-file", number))
 
 
 def test_a_failure_counts_more_than_a_higher_peak_elsewhere(tmp_path):
@@ -77,7 +78,10 @@ def test_a_failure_counts_more_than_a_higher_peak_elsewhere(tmp_path):
 
 def test_without_a_failure_the_device_with_the_most_memory(tmp_path):
     report = analyze([write(on_devices(small(), large()), tmp_path / "s.pickle")])
-    assert report.facts.snapshots[0].device == 1 and "Memory peaks at 60.00 GiB" in report.verdict.sentence
+    assert (
+        report.facts.snapshots[0].device == 1
+        and wording("analysis/memory-peaks-at-gib", "60.00") in report.verdict.sentence
+    )
     # by what tensors held, though all is given back at the end
     freed = MadeSnapshot(2**33)
     freed.free(freed.alloc(2**32, frames=forward_stack(1)))
@@ -87,7 +91,7 @@ def test_without_a_failure_the_device_with_the_most_memory(tmp_path):
 def test_a_failure_that_the_program_got_around_is_no_headline(tmp_path):
     report = analyze([write(on_devices(large(failed=True, went_on=True)), tmp_path / "s.pickle")])
     [found] = report.facts.snapshots
-    assert found.oom.went_on and not found.ran_out and "Memory peaks at" in report.verdict.sentence
+    assert found.oom.went_on and not found.ran_out and wording("analysis/memory-peaks-at") in report.verdict.sentence
     [finding] = [one for one in report.findings if one.code == "out-of-memory"]
     assert not finding.certain
 
@@ -98,7 +102,10 @@ def test_of_several_ranks_the_one_whose_memory_ran_out_is_shown(tmp_path):
     failed.out_of_memory(GIB, 0, forward_stack(77))
     failed.write(tmp_path, 1)
     report = analyze([tmp_path])
-    assert report.facts.highest_snapshot.rank == 1 and "A request for 1.00 GiB failed" in report.verdict.sentence
+    assert (
+        report.facts.highest_snapshot.rank == 1
+        and wording("analysis/request-for-gib-failed-2", "1.00") in report.verdict.sentence
+    )
 
 
 # --- a state without a history, and memory that nothing is known of
@@ -134,7 +141,7 @@ def test_memory_that_ran_out_is_said_before_the_time(tmp_path):
     write(on_devices(large(failed=True)), tmp_path / "oom.pickle")
     report = analyze([tmp_path])
     assert report.facts.critical is not None
-    assert report.verdict.sentence.startswith("A request for 8.00 GiB failed at model.py:77 prefill")
+    assert report.verdict.sentence.startswith(wording("analysis/request-for-gib-failed-at", "8.00", 77))
 
 
 # --- private pools

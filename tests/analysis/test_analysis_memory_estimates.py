@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from support.snapshot_maker import MadeSnapshot
 from support.trace_maker import MadeTrace, place
+from support.wording import wording
 
 from megatron_lite.analysis.memory.read import SnapshotReader, read_snapshot
 from megatron_lite.analysis.memory.record import build_record
@@ -106,7 +107,7 @@ def test_the_record_replayed_with_growing_segments(tmp_path):
     made.reserved = 400 * MIB  # a replay that misses what was reserved says nothing
     found = read_snapshot(made.write(tmp_path))
     assert found.fragmentation.replay_reserved_bytes is None
-    assert any("reserves 60% of what was reserved" in note for note in found.notes)
+    assert any(wording("analysis/reserves-of-what-was", 60) in note for note in found.notes)
 
 
 def test_a_replay_gives_back_where_the_record_does(tmp_path):

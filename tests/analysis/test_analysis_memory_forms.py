@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.snapshot_maker import forward_stack, training, write
 from support.trace_maker import gpu_run
+from support.wording import wording
 from torch.cuda import _memory_viz
 
 from megatron_lite.analysis.analyze import analyze
@@ -114,7 +115,7 @@ def test_of_several_snapshots_in_a_file_the_one_with_the_failed_request(tmp_path
     failed.out_of_memory(7 * MIB, 5 * MIB, forward_stack(13))
     path = write({"before": training(layers=9).data(), "after": failed.data()}, tmp_path / "two.pickle")
     found = read_snapshot(path)
-    assert found.oom is not None and "the file holds 2 snapshots; number 2 is shown" in found.notes[0]
+    assert found.oom is not None and wording("analysis/file-holds-snapshots-number", 2, 2) in found.notes[0]
     path = write([training().data(), training(layers=9).data()], tmp_path / "two.pickle")
     assert "number 1 is shown" in read_snapshot(path).notes[0], "as many bytes: the first"
 

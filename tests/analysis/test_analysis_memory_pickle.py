@@ -7,6 +7,7 @@ import struct
 
 import pytest
 from support.snapshot_maker import training, write
+from support.wording import wording
 
 from megatron_lite.analysis.memory.read import read_snapshot
 from megatron_lite.errors import UserError
@@ -35,7 +36,9 @@ def test_no_code_is_run(tmp_path, protocol):
     mark = tmp_path / "mark"
     path = tmp_path / "s.pickle"
     path.write_bytes(pickle.dumps({"segments": [Calls(os.mkdir, str(mark))]}, protocol=protocol))
-    assert "names " in refusal(path) and "holds plain values only" in refusal(path) and not mark.exists()
+    assert (
+        "names " in refusal(path) and wording("analysis/holds-plain-values-only") in refusal(path) and not mark.exists()
+    )
 
 
 @pytest.mark.parametrize(
@@ -66,7 +69,7 @@ def test_every_cut_is_one_line(tmp_path):
     path = tmp_path / "s.pickle"
     for end in [0, 1, 2, *range(10, len(whole), len(whole) // 40)]:
         path.write_bytes(whole[:end])
-        assert "ends before its data does" in refusal(path)
+        assert wording("analysis/ends-before-its-data") in refusal(path)
 
 
 def test_damage_never_makes_a_traceback(tmp_path):
@@ -114,7 +117,9 @@ WRONG = {
 
 @pytest.mark.parametrize("what", WRONG)
 def test_values_that_are_no_snapshot(tmp_path, what):
-    assert "is no memory snapshot" in refusal(write(WRONG[what](training().data()), tmp_path / "s.pickle"))
+    assert wording("analysis/is-no-memory-snapshot") in refusal(
+        write(WRONG[what](training().data()), tmp_path / "s.pickle")
+    )
 
 
 def test_control_characters_and_markup_do_not_reach_the_terminal(tmp_path):
@@ -126,4 +131,4 @@ def test_control_characters_and_markup_do_not_reach_the_terminal(tmp_path):
 
 
 def test_a_missing_file(tmp_path):
-    assert "cannot be read (No such file or directory)" in refusal(tmp_path / "none.pickle")
+    assert wording("analysis/cannot-be-read-no") in refusal(tmp_path / "none.pickle")

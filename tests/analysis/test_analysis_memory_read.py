@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from support.paths import SNAPSHOTS
 from support.snapshot_maker import BACKWARD, INIT, TRAIN, MadeSnapshot, forward_stack, frames, training, write
+from support.wording import wording
 
 from megatron_lite.analysis.memory.read import read_snapshot
 from megatron_lite.formats.memory_categories import CATEGORIES
@@ -44,7 +45,7 @@ def test_the_peak_and_what_held_it_without_any_tag(tmp_path):
     assert sites["model.py:13 forward", "activations"] == (12 * MIB, 3)
     assert sites["model.py:60 cross_entropy", "logits and loss"] == (8 * MIB, 1)
     assert [(layer.name, layer.num_bytes) for layer in found.layers] == [(f"layer {n}", 4 * MIB) for n in range(3)]
-    assert any("order in which equal stacks allocate" in note for note in found.notes)
+    assert any(wording("analysis/order-in-which-equal") in note for note in found.notes)
 
 
 def test_own_tags_name_phase_and_module(tmp_path):
@@ -104,7 +105,7 @@ def test_what_nothing_is_known_of_is_said(tmp_path):
     made.alloc(MIB, frames=forward_stack(3))
     found = read(made, tmp_path)
     assert held(found)["before the record"] == 512 * MIB and not found.complete
-    assert any("512.0 MiB of the peak was allocated before recording" in note for note in found.notes)
+    assert any(wording("analysis/mib-of-peak-was", 512.0) in note for note in found.notes)
 
 
 def test_of_several_devices_the_one_with_events(tmp_path):
@@ -114,7 +115,7 @@ def test_of_several_devices_the_one_with_events(tmp_path):
     data["segments"].append({"device": 0, "address": 1, "total_size": 2 * MIB, "blocks": []})
     found = check(read_snapshot(write(data, tmp_path / "s.pickle")))
     assert (found.peak_bytes, found.device) == (29 * MIB, 1)
-    assert found.notes[0] == "this is device 1; the file holds others, whose memory peaks: device 0 at 0 B"
+    assert found.notes[0] == wording("analysis/this-is-device-file-holds", 1, 0, 0)
 
 
 def test_forms_of_older_torch(tmp_path):
@@ -125,13 +126,13 @@ def test_forms_of_older_torch(tmp_path):
         del event["time_us"]
     del old["allocator_settings"], old["external_annotations"]
     found = check(read_snapshot(write(old, tmp_path / "old.pickle")))
-    assert found.peak_bytes == 29 * MIB and "the file has no timestamps: time is counted in events" in found.notes
+    assert found.peak_bytes == 29 * MIB and wording("analysis/file-has-no-timestamps") in found.notes
     history = [{"addr": 5, "real_size": MIB + 1, "frames": forward_stack(8)}]
     block = {"size": 2 * MIB, "state": "active_allocated", "history": history}
     segments = [{"device": 0, "address": 5, "total_size": 2 * MIB, "stream": 0, "blocks": [block]}]
     bare = check(read_snapshot(write(segments, tmp_path / "bare.pickle")))
     assert bare.peak_bytes == MIB + 512 and bare.sites[0].site == "model.py:8 forward"
-    assert bare.notes[0].startswith("no history was recorded")
+    assert bare.notes[0].startswith(wording("analysis/no-history-was-recorded"))
 
 
 def test_backward_that_did_not_end_holds_gradients_by_their_sizes(tmp_path):
@@ -170,6 +171,9 @@ def test_real_gpu_snapshots(name, peak, phase):
 @needs_real
 def test_a_real_model_of_24_layers_has_24():
     found = read_snapshot(SNAPSHOTS / "cuda_gpt_24x1024_seq1024_bf16.pickle")
-    assert [layer.name for layer in found.layers] == ["outside of layers", *(f"layer {n}" for n in range(24))]
+    assert [layer.name for layer in found.layers] == [
+        wording("analysis/outside-of-layers"),
+        *(f"layer {n}" for n in range(24)),
+    ]
     assert len({layer.num_bytes for layer in found.layers[1:22]}) == 1  # backward has begun to free the last ones'
     assert found.sites[0].site == "nn_utils.py:6 softmax" and found.sites[0].num_bytes == 24 * 4 * 16 * 1024**2 * 4

@@ -11,6 +11,7 @@ from msgspec import structs
 from support import report_cases as cases
 from support.prediction_cases import GIB, facts, held, measured, memory, record, time
 from support.training_maker import run as write_run
+from support.wording import wording
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.memory.memory_results import OutOfMemory
@@ -85,14 +86,14 @@ def test_memory_that_ran_out_never_reached_its_peak():
     found = of(replace(measured(), oom=OutOfMemory(GIB, 0, "loss.py:3")))
     assert found.memory is None
     predicted = "which was predicted as 31.00 GiB at cross entropy (backward)."
-    assert found.notes[0] == f"memory ran out before its peak, {predicted}"
+    assert found.notes[0] == wording("analysis/memory-ran-out-before", predicted)
 
 
 def test_without_a_snapshot_the_gpus_own_counter_is_compared():
     found = of(peak_memory_bytes=np.array([math.nan, 30 * GIB, 33 * GIB]))
     assert found.memory.peak.measured == 33 * GIB and found.memory.categories == ()
     assert (found.memory.source, found.memory.rank) == ("steps.jsonl", 1)
-    assert "no peak of GPU memory" in of().notes[0]
+    assert wording("analysis/no-peak-of-gpu") in of().notes[0]
 
 
 def test_host_memory_is_not_what_tensors_hold():
@@ -107,15 +108,15 @@ def test_the_step_is_compared_with_the_shortest_possible_one():
     assert found.tokens == Compared("tokens per second", 1000 * 16384 / 50, 171_000.0)
     assert found.not_predicted == time().notes
     nothing = of(steady_step_ms=None)
-    assert nothing.time is None and "no typical step" in nothing.notes[-1]
+    assert nothing.time is None and wording("analysis/no-typical-step") in nothing.notes[-1]
 
 
 def test_parts_of_a_trace_add_up_to_its_step():
     parts = of(ranks_seen=cases.report().facts.ranks_seen[:1]).time.parts
     assert [(part.name, part.predicted, part.measured) for part in parts] == [
-        ("matrix products, attention", 30.0, 50.0),
-        ("all other computing", 10.0, 10.0),
-        ("communication not overlapped with compute", 10.0, 20.0),
+        (wording("report/matrix-products-attention"), 30.0, 50.0),
+        (wording("analysis/all-other-computing"), 10.0, 10.0),
+        (wording("analysis/communication-not-overlapped-with-compute"), 10.0, 20.0),
         ("not computing", 0.0, 20.0),
     ]
     assert sum(part.measured for part in parts) == 100.0

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from support.paths import REPO, TRACES
 from support.trace_maker import GLOO, MadeTrace, cpu_run, gpu_run
+from support.wording import wording
 
 from megatron_lite.analysis.kernels.kernel_results import RankKernels
 from megatron_lite.analysis.rank_facts import RankFacts
@@ -134,7 +135,7 @@ def test_ranks_of_one_host_share_its_clock(tmp_path):
 
 def test_traces_without_a_common_clock_are_laid_over_each_other(tmp_path):
     found = compare_ranks([replace(one, trace=replace(one.trace, base_ns=None)) for one in four(tmp_path)])
-    assert found.straggler.rank == 3 and "no common clock" in found.notes[0]
+    assert found.straggler.rank == 3 and wording("analysis/no-common-clock") in found.notes[0]
     assert [row.wait_ms for row in found.rows] == pytest.approx([0.2, 0.19, 0.18, 0])
 
 
@@ -174,7 +175,7 @@ def test_other_collectives_and_names_used_twice_are_not_compared(tmp_path):
     pairs = seen(tmp_path / "b", *(late_run(rank, 4, 0, 0, group="tp") for rank in range(4)))
     for trace in (one.trace for one in pairs):
         object.__setattr__(trace, "collectives", tuple(replace(one, group_size=2) for one in trace.collectives))
-    assert "more ranks use the name" in compare_ranks(pairs).notes[0]
+    assert wording("analysis/more-ranks-use-name") in compare_ranks(pairs).notes[0]
 
 
 def test_gloo_spans_belong_where_they_were_called(tmp_path):

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from support.run_maker import folder, ranks, step
+from support.wording import wording
 
 from megatron_lite.analysis.ranks.calls import (
     bus_bytes,
@@ -104,7 +105,11 @@ def test_steps_alone_name_a_straggler(tmp_path):
     found = of_run(tmp_path, (4, 4.2, 9))
     assert (found.straggler.rank, found.straggler.cause, found.straggler.phase) == (2, "compute", "forward")
     assert found.straggler.caused_wait_ms == pytest.approx(4.8) and found.straggler.share_last is None
-    assert found.critical_rank == 2 and found.present == (0, 1, 2) and "waiting in collectives" in found.notes[0]
+    assert (
+        found.critical_rank == 2
+        and found.present == (0, 1, 2)
+        and wording("analysis/waiting-in-collectives") in found.notes[0]
+    )
     assert found.rows[0].step_ms == 20 and found.rows[0].data_wait_ms == 1 and found.rows[0].compute_ms is None
     assert of_run(tmp_path, (4, 4, 4), data=(1, 7, 1)).straggler.cause == "data_wait"
 
@@ -140,7 +145,7 @@ def test_a_straggler_of_a_profile_is_one_only_if_ordinary_steps_agree(tmp_path, 
     found = only_lasting(seen, run)
     assert (found.straggler is not None, found.notes == ()) == (kept, kept)
     if not kept:
-        assert found.notes[0].startswith("in the profiled steps the others wait 3.25 ms per step for rank 1; in")
+        assert found.notes[0].startswith(wording("analysis/in-profiled-steps-others", 3.25, 1))
 
 
 # --- what a process group is for

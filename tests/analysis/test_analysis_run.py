@@ -11,6 +11,7 @@ from random import Random
 import numpy as np
 import pytest
 from support.run_maker import MIB, PLAN, RECORD, SHAPE, folder, ranks, step
+from support.wording import wording
 
 from megatron_lite.analysis.run import step_lines
 from megatron_lite.analysis.run.read import read_run
@@ -73,7 +74,7 @@ def test_what_the_folder_does_not_say_is_none_and_told(tmp_path):
     unknown = (run.tokens_per_second, run.mfu_causal, run.mfu_full, run.model_tflops, run.ranks, run.world_size)
     assert unknown == (None,) * 6
     assert math.isnan(run.losses[1]) and math.isnan(run.batch_sizes[1]) and math.isnan(run.loss_scale[1])
-    assert run.status == "unknown" and run.args == {} and "shape is unknown" in run.notes[0]
+    assert run.status == "unknown" and run.args == {} and wording("analysis/shape-is-unknown") in run.notes[0]
 
 
 def test_scale_and_skipped_steps_and_a_resumed_run_s_last_start(tmp_path):
@@ -83,12 +84,12 @@ def test_scale_and_skipped_steps_and_a_resumed_run_s_last_start(tmp_path):
     lines = [step(1, 50), step(2, 50), ranks(1, 2, [50, 50]), step(1, 99, 3), step(2, 10, 4), ranks(3, 4, [10, 11])]
     run = read_run(folder(tmp_path, lines))
     assert (*run.iterations, run.first_step_ms, run.starts, *run.ranks.intervals.last) == (3, 4, 99, 2, 4)
-    assert run.notes == ("The run was started 2 times; figures are of the last start, iterations 3 to 4.",)
+    assert run.notes == (wording("analysis/run-was-started-times", 2, 3, 4),)
 
 
 def test_a_start_without_steps_is_not_taken_for_the_one_before(tmp_path):
     later = RECORD | {"started": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(time.time() + 100))}
-    assert "that start has no steps yet" in read_run(folder(tmp_path, [step(1), step(2)], later)).notes[0]
+    assert wording("analysis/that-start-has-no") in read_run(folder(tmp_path, [step(1), step(2)], later)).notes[0]
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,9 @@ def test_a_start_without_steps_is_not_taken_for_the_one_before(tmp_path):
 def test_a_run_without_an_end_runs_or_was_killed(tmp_path, more, status):
     record = RECORD | {"status": "running", "process": identity() | more}
     assert read_run(folder(tmp_path, [step(1), step(2)], record)).status == status
-    assert read_run(folder(tmp_path, [step(1)], record | {"process": "?"})).status == "running, or killed"
+    assert read_run(folder(tmp_path, [step(1)], record | {"process": "?"})).status == wording(
+        "analysis/running-or-killed"
+    )
     assert read_run(folder(tmp_path, [step(1)], record | {"status": "finished"})).status == "finished"
 
 
@@ -302,9 +305,7 @@ def test_of_many_console_lines_evenly_chosen_ones_are_kept(tmp_path, monkeypatch
     kept = run.ranks.intervals.last
     assert MIN_RANK_LINES < len(kept) <= 112 and len(set(np.diff(kept))) == 1
     assert run.ranks.step_ms[1] == pytest.approx(10.5, abs=0.01)
-    assert run.notes[-1].startswith(
-        f"Ranks are compared by every {np.diff(kept)[0]}th of the run's 1,000 console lines"
-    )
+    assert run.notes[-1].startswith(wording("analysis/ranks-are-compared-by", np.diff(kept)[0], "1,000"))
     followed = StepLines(tmp_path / "steps.jsonl")
     followed.read()
     assert followed.read_ranks(recent=True).last.tolist() == list(range(993, 1001))

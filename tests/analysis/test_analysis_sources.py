@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.trace_maker import MadeTrace, gpu_run, write
+from support.wording import wording
 
 from megatron_lite.analysis.discover import DAMAGED, TO_NAME, discover_sources
 from megatron_lite.errors import UserError
@@ -104,7 +105,7 @@ def test_runs_in_different_folders(tmp_path):
     old, new = trace(tmp_path / "a", 0, 1_700_000_000 * SECOND), trace(tmp_path / "b", 0, 1_700_000_600 * SECOND)
     found = discover_sources([tmp_path])
     assert found.traces == (new,)
-    assert found.ignored == ((old, f"of another run, older than {new}; name it alone to read it"),)
+    assert found.ignored == ((old, wording("analysis/of-another-run-older", new)),)
 
 
 def report(path: Path, time_s: int) -> Path:
@@ -125,7 +126,7 @@ def test_reports_of_nsys(tmp_path):
     mine = trace(tmp_path)
     found = discover_sources([tmp_path])
     assert found.traces == (mine,) and reasons(found)[nodes[0].name].startswith(
-        "a report of Nsight Systems beside traces"
+        wording("analysis/report-of-nsight-systems")
     )
 
 
@@ -165,7 +166,7 @@ def test_of_several_runs_the_newest(tmp_path):
             os.utime(file, (1000 + number, 1000 + number))
     found = discover_sources([tmp_path])
     assert found.run_folders == (tmp_path / "a",)
-    assert found.ignored == ((tmp_path / "b", f"another run's folder than {tmp_path / 'a'}; name it alone to read it"),)
+    assert found.ignored == ((tmp_path / "b", wording("analysis/another-run-folder-than", tmp_path / "a")),)
 
 
 def test_the_run_that_wrote_the_traces_stands_before_a_newer_one(tmp_path):
@@ -196,7 +197,7 @@ def test_a_run_is_not_read_with_the_snapshot_of_another(tmp_path):
         os.utime(file, (1000, 1000))
     found = discover_sources([tmp_path])
     assert (found.run_folders, found.traces, found.snapshots) == ((new,), (mine,), ())
-    assert reasons(found)[foreign.name] == f"of another run than {new}; name {old} alone to read it"
+    assert reasons(found)[foreign.name] == wording("analysis/of-another-run-than", new, old)
     assert discover_sources([new, foreign]).snapshots == (foreign,), "the user named it"
     inside = trace(old / "restarted", time_ns=1_600_000_000 * SECOND)
     assert inside not in discover_sources([tmp_path]).traces
@@ -255,24 +256,21 @@ def test_what_is_not_read_is_named(tmp_path):
     (tmp_path / "run.nsys-rep").write_bytes(b"x")
     (tmp_path / "notes.txt").write_text("x")
     assert reasons(discover_sources([tmp_path])) == {
-        "settings.json": "JSON, but no trace", "empty.json": "empty", "bad.json.gz": "its gzip data cannot be unpacked",
-        "model.pickle": "a pickle, but no memory snapshot of PyTorch",
-        "run.nsys-rep": "a report of Nsight Systems; export it first: nsys export --type sqlite run.nsys-rep",
+        "settings.json": wording("analysis/json-but-no-trace"), "empty.json": "empty", "bad.json.gz": wording("analysis/its-gzip-data-cannot"),
+        "model.pickle": wording("analysis/pickle-but-no-memory"),
+        "run.nsys-rep": wording("analysis/report-of-nsight-systems-export", "--type"),
     }  # fmt: skip
 
 
 def test_nothing_to_read(tmp_path):
-    assert complaint(tmp_path / "no") == f"{tmp_path / 'no'}: there is no such file or folder; check the path."
-    assert complaint(tmp_path) == f"{tmp_path}: no trace, memory snapshot or run found; {TO_NAME}."
+    assert complaint(tmp_path / "no") == wording("analysis/there-is-no-such", tmp_path / "no")
+    assert complaint(tmp_path) == wording("analysis/no-trace-memory-snapshot", tmp_path, TO_NAME)
     file = tmp_path / "a.txt"
     file.write_text("hello")
-    assert complaint(file) == f"{file}: neither a trace nor a memory snapshot; nothing to report on."
+    assert complaint(file) == wording("analysis/neither-trace-nor-memory", file)
     for number in range(5):
         (tmp_path / f"{number}.json").write_text("{}")
-    assert complaint(tmp_path) == (
-        f"{tmp_path}: no trace, memory snapshot or run found (0.json: JSON, but no trace; 1.json: JSON, but no trace; "
-        f"2.json: JSON, but no trace; and 2 more); {TO_NAME}."
-    )
+    assert complaint(tmp_path) == wording("analysis/no-trace-memory-snapshot-or", tmp_path, 2, TO_NAME)
 
 
 def test_a_truncated_gzip_is_still_a_trace(tmp_path):
@@ -285,7 +283,7 @@ def test_a_truncated_gzip_is_still_a_trace(tmp_path):
 def test_files_without_permission(tmp_path):
     path = trace(tmp_path)
     path.chmod(0)
-    assert "cannot be opened (Permission denied)" in complaint(path)
+    assert wording("analysis/cannot-be-opened-permission") in complaint(path)
 
 
 def test_links_in_a_circle(tmp_path):
@@ -294,7 +292,7 @@ def test_links_in_a_circle(tmp_path):
     (tmp_path / "gone.json").symlink_to(tmp_path / "nowhere")
     found = discover_sources([tmp_path])
     assert found.traces == (path,)
-    assert reasons(found) == {"gone.json": "cannot be opened (No such file or directory)"}
+    assert reasons(found) == {"gone.json": wording("analysis/cannot-be-opened-no")}
 
 
 def test_too_many_files(tmp_path, monkeypatch):

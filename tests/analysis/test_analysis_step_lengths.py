@@ -5,6 +5,7 @@ import random
 import pytest
 from support.finding_cases import recorded
 from support.training_maker import cpu, gpu, ordinary_steps
+from support.wording import wording
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.run.step_lengths import find_slow_steps, find_slowing_steps, has_slow_profiled_step
@@ -60,7 +61,7 @@ def test_a_window_that_holds_a_slow_step_speaks_for_the_run(tmp_path, every, is_
     found, report = find(tmp_path, ms=grows(90.0, every), **PROFILED)
     text = found["slow-steps"].evidence[0].text
     assert text.startswith(f"4 of 35 steps take 90 ms, every {every} steps (the median: 10 ms)")
-    assert ("none of them in the trace" in report.verdict.why) is not is_held
+    assert (wording("analysis/none-of-them-in") in report.verdict.why) is not is_held
     assert report.verdict.confidence == ("high" if is_held else "low")
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 from support.trace_maker import AUTOGRAD, MAIN, MadeTrace, cpu_run, gpu_run, measure, place
+from support.wording import wording
 
 from megatron_lite.analysis.time.range_names import known_phase, label_phase
 from megatron_lite.analysis.trace.columns import Kind
@@ -155,7 +156,7 @@ def test_ranges_that_stand_in_for_steps(tmp_path, form):
         assert ([step.number for step in placing.steps], placing.notes) == ([5, 6, 7], ())
     else:
         assert [(step.name, step.steady) for step in placing.steps] == [("whole trace", True)]
-        assert "counts as one step" in placing.notes[0]
+        assert wording("analysis/counts-as-one-step") in placing.notes[0]
 
 
 def test_two_windows_in_one_file_leave_a_hole(tmp_path):
@@ -224,7 +225,9 @@ def test_tiles_leave_no_hole(tmp_path):
     steps = placing.steps
     assert [step.end_ns for step in steps[:-1]] == [step.start_ns for step in steps[1:]]
     assert [step.ms for step in steps[1:]] == pytest.approx([1.0] * 5)
-    assert not [note for note in placing.notes if "no work of the GPU" in note], "a whole record has no early end"
+    assert not [note for note in placing.notes if wording("analysis/no-work-of-gpu") in note], (
+        "a whole record has no early end"
+    )
 
 
 @pytest.mark.parametrize(
@@ -244,21 +247,21 @@ def test_tiles_leave_no_hole(tmp_path):
 def test_steps_at_the_edges_that_pay_for_the_profiler_do_not_count(tmp_path, lengths, counting):
     reasons = why_not(make_steps(lengths), tmp_path)
     assert [k for k, reason in enumerate(reasons) if not reason] == counting
-    assert "at the beginning of the window" in reasons[0] or lengths[0] == 100
-    assert "at the end of the window" in reasons[-1] or lengths[-1] == 100
+    assert wording("analysis/at-beginning-of-window") in reasons[0] or lengths[0] == 100
+    assert wording("analysis/at-end-of-window") in reasons[-1] or lengths[-1] == 100
 
 
 def test_a_cut_step_does_not_count(tmp_path):
     made = gpu_run(steps=4)
     last = max(event["ts"] for event in made.events if event["cat"] == "kernel")
     made.events = [event for event in made.events if event["cat"] != "kernel" or event["ts"] < last - 300]
-    assert why_not(made, tmp_path)[-1] == "fewer events than the others"
+    assert why_not(made, tmp_path)[-1] == wording("analysis/fewer-events-than-others")
     made.step(14, 4000, 5000)
-    assert why_not(made, tmp_path)[-1] == "fewer events than the others", (
+    assert why_not(made, tmp_path)[-1] == wording("analysis/fewer-events-than-others"), (
         "a step of which only the mark is there is left out"
     )
     made.op("aten::mm", 4100, 4200)
-    assert why_not(made, tmp_path)[-1] == "no work in it"
+    assert why_not(made, tmp_path)[-1] == wording("analysis/no-work-in-it")
 
 
 def test_a_record_of_the_gpu_that_ends_early_cuts_the_step_in_which_it_ends(tmp_path):
@@ -270,13 +273,13 @@ def test_a_record_of_the_gpu_that_ends_early_cuts_the_step_in_which_it_ends(tmp_
     made.events = [event for event in made.events if event["cat"] not in on_gpu or event["ts"] < end]
     _, found = place(made, tmp_path)
     assert [step.why_not for step in found.steps][3:] == [
-        "fewer events than the others",
-        "no work in it",
-        "no work in it",
+        wording("analysis/fewer-events-than-others"),
+        wording("analysis/no-work-in-it"),
+        wording("analysis/no-work-in-it"),
     ]
     assert any(step.steady for step in found.steps)
     names = f"{found.steps[4].name} to {found.steps[5].name}"
-    assert [note for note in found.notes if f"no work of the GPU in {names}, in which the host worked" in note]
+    assert [note for note in found.notes if wording("analysis/no-work-of-gpu-in", names) in note]
 
 
 @pytest.mark.parametrize("chore", ["eval", "save"])
@@ -290,9 +293,9 @@ def test_steps_that_evaluate_or_save_do_not_count(tmp_path, chore, make):
 def test_what_is_left_when_few_steps_are_steady_is_said(tmp_path):
     made = gpu_run(steps=2).add_all(("annotation", "eval", 900, 950), ("annotation", "eval", 1900, 1950))
     time = measure(made, tmp_path)
-    assert len(time.steady_steps) == 2 and "no step is a steady one (has eval in it)" in time.notes[0]
+    assert len(time.steady_steps) == 2 and wording("analysis/no-step-is-steady") in time.notes[0]
     time = measure(make_steps([300, 100]), tmp_path)
-    assert "only one step counts; left out: ProfilerStep#0" in time.notes[0]
+    assert wording("analysis/only-one-step-counts", 0) in time.notes[0]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ properties of any soup of events."""
 import numpy as np
 import pytest
 from support.trace_maker import AUTOGRAD, COPY_STREAM, GLOO, MAIN, MadeTrace, cpu_run, gpu_run, measure, place
+from support.wording import wording
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.time.time_results import ROW_TITLES, RankTime
@@ -123,7 +124,7 @@ def test_a_loader_that_the_device_hides_costs_nothing(tmp_path):
 def test_work_without_a_launch_call_leaves_its_gap_unexplained(tmp_path):
     time = measure(two_kernels(80, 50, ("kernel", "strange", 240, 270, None)), tmp_path)
     assert idle_rows(time)["unexplained"] == 50 and time.spilled_ms == pytest.approx(0.03)
-    assert "have no launch call in the trace" in " ".join(time.notes)
+    assert wording("analysis/have-no-launch-call") in " ".join(time.notes)
 
 
 def test_a_synchronization_costs_what_the_host_lost_in_it(tmp_path):
@@ -159,7 +160,7 @@ def test_an_unpinned_copy_is_a_synchronization_and_named(tmp_path):
 
 def test_what_the_host_did_instead_is_named(tmp_path):
     without = measure(two_kernels(200, 390), tmp_path)
-    assert {site.what for site in without.hosts} == {"unnamed work between operators"}
+    assert {site.what for site in without.hosts} == {wording("analysis/unnamed-work-between-operators")}
     made = two_kernels(
         200,
         390,
@@ -211,14 +212,14 @@ def test_no_launch_calls_at_all_are_one_note(tmp_path):
     made = gpu_run(steps=3)
     made.events = [event for event in made.events if event["cat"] != "cuda_runtime"]
     time = measure(made, tmp_path)
-    assert "no device work can be joined" in " ".join(time.notes)
+    assert wording("analysis/no-device-work-can") in " ".join(time.notes)
     assert time.rows["unexplained"] > 0 and not time.launch_bound
 
 
 def test_a_trace_without_any_event_of_use_is_no_error(tmp_path):
     time = measure(MadeTrace().add_all(("step", 1, 0, 1000)), tmp_path)
     assert (time.step_ms, time.rows, time.steady_steps) == (0.0, {}, ())
-    assert "no step has any work in it" in time.notes
+    assert wording("analysis/no-step-has-any") in time.notes
 
 
 # --- without a GPU

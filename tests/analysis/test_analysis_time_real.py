@@ -10,6 +10,7 @@ import pytest
 from support.launch import alone, flags, quietly
 from support.paths import TRACES
 from support.traces import trace_files
+from support.wording import wording
 
 from megatron_lite.analysis.time.rank_time import rank_time
 from megatron_lite.analysis.time.step_windows import attribute_events
@@ -136,7 +137,7 @@ def test_the_trainers_own_trace(tmp_path):
         quietly(flags(steps, profile, tmp_path / "tb"), tmp_path / "run")
     [time] = times(*trace_files(tmp_path / "tb"))
     assert [step.number for step in time.steps] == [3, 4, 5, 6, 7]
-    assert (time.steps[2].why_not, time.notes) == ("has eval in it", ())
+    assert (time.steps[2].why_not, time.notes) == (wording("analysis/has-eval-in-it"), ())
     assert sum(time.rows.values()) == pytest.approx(time.step_ms, rel=1e-12)
     assert 0 < time.rows["compute"] < time.step_ms
     assert (time.rows["save"], time.on_gpu) == (0, False)

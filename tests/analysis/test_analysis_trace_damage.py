@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 import pytest
 from support.trace_maker import cpu_run, gpu_run, write
+from support.wording import wording
 
 from megatron_lite.analysis import analyze as analysis
 from megatron_lite.analysis.analyze import analyze
@@ -83,16 +84,16 @@ def test_json_cut_between_events(tmp_path, end):
 def test_a_damaged_event_in_the_middle_costs_only_itself(tmp_path, text):
     place = text.index('"ph"', len(text) // 2)
     trace = read(tmp_path, text[:place] + '"""' + text[place:])
-    assert (len(trace.events), trace.notes) == (EVENTS - 1, ("t.json: events that cannot be read: 1, left out",))
+    assert (len(trace.events), trace.notes) == (EVENTS - 1, (wording("analysis/t-json-events-that", 1),))
 
 
 def test_cut_off_and_damaged_gzip(tmp_path):
     zipped = bytearray(gzip.compress(json.dumps(gpu_run(steps=100).data()).encode()))
     trace = read(tmp_path, bytes(zipped[:-500]), "t.json.gz")
-    assert trace.notes[0].startswith("t.json.gz: the gzip file ends early, after ") and len(trace.events) > EVENTS
+    assert trace.notes[0].startswith(wording("analysis/t-json-gz-gzip")) and len(trace.events) > EVENTS
     zipped[len(zipped) // 2 : len(zipped) // 2 + 50] = bytes(50)
     [note] = [note for note in read(tmp_path, bytes(zipped), "t.json.gz").notes if "gzip" in note]
-    assert note.startswith("t.json.gz: the gzip data is damaged after ")
+    assert note.startswith(wording("analysis/t-json-gz-gzip-data"))
 
 
 def test_values_that_are_no_numbers(tmp_path):
@@ -105,7 +106,7 @@ def test_values_that_are_no_numbers(tmp_path):
     ))  # fmt: skip
     names = [trace.name_of(i) for i in range(len(trace.events))]
     assert names == ["a", "inf", "lower", "minus", "k", "text", "b", "c", "d"]
-    assert trace.notes == ("events without a start time: 4, left out",)
+    assert trace.notes == (wording("analysis/events-without-start-time", 4),)
     [kernel] = trace.rows[Kind.KERNEL]
     assert (trace.events.device[kernel], trace.events.stream[kernel], trace.events.correlation[kernel]) == (1, 7, -1)
     assert (trace.events.end_ns >= trace.events.start_ns).all()
@@ -116,7 +117,7 @@ def test_exact_times_that_are_no_times(tmp_path):
     """Absolute times with nanoseconds take another way through the decoder."""
     fine = [event(f"e{i}", f"1711964646123456.{i}01") for i in range(3)]
     trace = read(tmp_path, of(*fine, event("text", ts='"NaN"'), event("huge", ts="1e300"), event("null", ts="null")))
-    assert (len(trace.events), trace.notes) == (3, ("events without a start time: 3, left out",))
+    assert (len(trace.events), trace.notes) == (3, (wording("analysis/events-without-start-time", 3),))
     assert trace.events.start_ns.tolist() == [0, 100, 200]
 
 
@@ -138,14 +139,14 @@ def test_control_characters_backslashes_and_broken_utf8(tmp_path, written, name)
 def test_negative_durations_are_instants(tmp_path):
     trace = read(tmp_path, of(event("a"), event("b", "2", "-5")))
     assert (trace.events.end_ns - trace.events.start_ns).tolist() == [1000, 0]
-    assert trace.notes == ("events with a negative duration: 1, taken as instants",)
+    assert trace.notes == (wording("analysis/events-with-negative-duration", 1),)
 
 
 def test_zero_times_in_a_trace_of_absolute_ones_are_lost_times(tmp_path):
     trace = read(
         tmp_path, of(*(event("a", f"16941282014354{i:02d}") for i in range(5)), event("zero", "0", category="kernel"))
     )
-    assert (len(trace.events), trace.notes) == (5, ("events without a start time: 1, left out",))
+    assert (len(trace.events), trace.notes) == (5, (wording("analysis/events-without-start-time", 1),))
     assert len(read(tmp_path, of(event("a", "0"), event("b", "5"))).events) == 2, "here 0 is the beginning"
 
 
@@ -158,7 +159,7 @@ def test_work_that_runs_into_the_next_on_its_stream_is_clipped(tmp_path):
     ))  # fmt: skip
     lengths = {trace.name_of(i): int(trace.events.end_ns[i] - trace.events.start_ns[i]) for i in range(5)}
     assert lengths == {"op": 200_000, "a": 10_000, "b": 5_000, "c": 50_000, "d": 1_000}
-    assert trace.notes == ("GPU operations that ran into the next one of their stream: 1, counted up to its start",)
+    assert trace.notes == (wording("analysis/gpu-operations-that-ran", 1),)
 
 
 def test_headers_of_any_type(tmp_path):
@@ -207,9 +208,9 @@ def test_what_is_no_trace_is_said_in_a_line(tmp_path, content, words):
 
 
 def test_paths_that_cannot_be_read(tmp_path):
-    assert complaint(tmp_path).endswith(": a folder; name a file in it.")
-    assert complaint(tmp_path / "no.json") == "no.json: No such file or directory; name a trace that can be read."
-    assert "export it first: nsys export --type sqlite run.nsys-rep" in complaint(tmp_path / "run.nsys-rep")
+    assert complaint(tmp_path).endswith(wording("analysis/folder-name-file-in"))
+    assert complaint(tmp_path / "no.json") == wording("analysis/no-json-no-such")
+    assert wording("analysis/export-it-first-nsys", "--type") in complaint(tmp_path / "run.nsys-rep")
     assert "QdstrmImporter" in complaint(tmp_path / "run.qdstrm")
 
 
@@ -219,7 +220,7 @@ def test_an_endless_string_is_given_up(tmp_path, monkeypatch):
     path.write_text('{"traceEvents": [' + event() + ', {"ph": "X", "name": "' + "x" * 100_000)
     chunks = Chunks(path, 1000)
     assert sum(map(len, chunks)) == 1
-    assert chunks._at < 100 and "breaks off in the event at byte" in chunks.damage
+    assert chunks._at < 100 and wording("analysis/breaks-off-in-event") in chunks.damage
 
 
 def test_blocks_read_ahead():
@@ -284,9 +285,7 @@ def test_a_cut_trace_is_reported_over_its_whole_steps(run, cut, tmp_path):
     assert sum("the JSON breaks off" in gap or "ends early" in gap for gap in build_limitations(report)) == 1
     assert report.verdict.confidence == "low"
     if "GPU" in run and '"cat": "kernel"' not in text:
-        assert sentence.startswith(
-            "INCONCLUSIVE: the trace names a device (NVIDIA A100-SXM4-80GB) and holds none of its work"
-        )
+        assert sentence.startswith(wording("analysis/inconclusive-trace-names-device"))
         return
     last_work = "aten::_fused_adamw_" if "Kineto" not in run else "ProfilerStep"
     whole = text.count("multi_tensor_apply" if "GPU" in run else last_work)
@@ -310,12 +309,12 @@ def test_of_a_trace_that_is_too_large_as_many_whole_steps_are_read_as_may_be_hel
     cut = json.dumps(made.data()).partition('"name": "ProfilerStep')[0]
     (tmp_path / "cut.json").write_text(cut)
     monkeypatch.setattr(trace_read, "MAX_EVENTS", 1000)
-    assert "no step marks" not in analyze([tmp_path / "cut.json"]).verdict.sentence
+    assert wording("analysis/no-step-marks") not in analyze([tmp_path / "cut.json"]).verdict.sentence
     monkeypatch.setattr(trace_read, "MAX_EVENTS", per_step * 2)
     report = analyze([path])
     sentence = report.verdict.sentence
-    assert sentence.startswith("INCONCLUSIVE: only one complete step is in the ")
-    assert "profile at least" not in sentence
+    assert sentence.startswith(wording("analysis/inconclusive-only-one-complete"))
+    assert wording("analysis/profile-at-least") not in sentence
 
 
 # --- several files, in a process each

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.trace_maker import MadeTrace, cpu_run, gpu_run, write
+from support.wording import wording
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.discover import TRACE_HEAD_BYTES, discover_sources
@@ -83,7 +84,7 @@ def test_who_wrote_a_foreign_trace_is_said_in_a_line(tmp_path, writer, ending):
 
 def test_a_trace_without_categories_is_none_of_pytorch(tmp_path):
     _, content = BARE
-    assert "PyTorch did not write" in complaint(write(content, tmp_path / "t.json"))
+    assert wording("analysis/pytorch-did-not-write") in complaint(write(content, tmp_path / "t.json"))
 
 
 @pytest.mark.parametrize("writer", FOREIGN)

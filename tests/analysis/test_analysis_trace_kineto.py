@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from support.paths import TRACES
 from support.trace_maker import MadeTrace, gpu_run, write
+from support.wording import wording
 
 from megatron_lite.analysis.trace.columns import Collective, Kind, Shapes
 from megatron_lite.analysis.trace.kineto_json import Chunks
@@ -157,7 +158,7 @@ def test_beginnings_and_ends(tmp_path):
         ("OP", "inner", 10_000, 10_000),
         ("OP", "other", 12_000, 28_000),
     ]
-    assert trace.notes == ("beginnings or ends of spans without a counterpart: 2, left out",)
+    assert trace.notes == (wording("analysis/beginnings-or-ends-of", 2),)
 
 
 def test_halves_that_were_read_one_by_one_may_have_starts_of_different_types(tmp_path):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support.nsys_maker import export, place, table, two_ranks
 from support.paths import TRACES
+from support.wording import wording
 
 from megatron_lite.analysis.trace.columns import Kind, Shapes
 from megatron_lite.analysis.trace.nsys import name_memcpy, parse_range
@@ -41,7 +42,7 @@ def test_each_process_is_a_trace(tmp_path):
     ]  # fmt: skip
     assert (first.base_ns, second.base_ns) == (10**18 + 500, 10**18 + 1000)
     assert (second.devices, second.facts) == (("A", "B"), {"nsys_version": "2026.2"})
-    assert "no GPU work of this process" in first.notes[0] and second.notes == ()
+    assert wording("analysis/no-gpu-work-of") in first.notes[0] and second.notes == ()
     e, [kernel], [op] = second.events, second.rows[Kind.KERNEL], second.rows[Kind.OP]
     assert second.name_of(second.launch_of[kernel]) == "cudaLaunchKernel"
     assert (e.device[kernel], e.stream[kernel], e.device[op], e.stream[op]) == (1, 7, -1, -1)
@@ -74,15 +75,11 @@ def test_values_of_the_wrong_type(tmp_path):
 
 
 def test_files_that_are_something_else(tmp_path):
-    assert complaint(export(tmp_path)) == (
-        "report.sqlite: an sqlite file, but not of Nsight Systems (nsys export --type sqlite makes one)."
-    )
-    assert complaint(export(tmp_path, NVTX_EVENTS=[])) == (
-        "report.sqlite: no CUDA or NVTX events in it; trace with -t cuda,nvtx."
-    )
+    assert complaint(export(tmp_path)) == wording("analysis/report-sqlite-sqlite-file", "--type")
+    assert complaint(export(tmp_path, NVTX_EVENTS=[])) == wording("analysis/report-sqlite-no-cuda")
     path = two_ranks(tmp_path)
     path.write_bytes(path.read_bytes()[:5000])
-    assert complaint(path).startswith("report.sqlite: sqlite cannot read it (")
+    assert complaint(path).startswith(wording("analysis/report-sqlite-sqlite-cannot"))
 
 
 @pytest.mark.parametrize(

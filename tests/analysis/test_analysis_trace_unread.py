@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.trace_maker import MadeTrace, cpu_run, gpu_run, measure, place
+from support.wording import wording
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.trace.columns import WHOLE_GRAPH, Kind
@@ -82,14 +83,14 @@ def test_graphs_that_are_recorded_as_a_whole_are_work(tmp_path):
     one = report.facts.critical
     assert one.time.rows["compute"] == pytest.approx(0.904, abs=1e-3)
     assert one.share(one.time.rows["sync"]) < 0.1
-    assert report.verdict.confidence == "high" and "whose kernels were not recorded" in report.verdict.sentence
+    assert report.verdict.confidence == "high" and wording("analysis/whose-kernels-were-not") in report.verdict.sentence
 
 
 def test_graphs_of_several_ranks_may_communicate(tmp_path):
     """What a graph that is recorded as a whole does is not known: it may be communication."""
     path = graph_export(tmp_path, second_process=True)
     report = analyze([path])
-    assert report.verdict.confidence == "low" and "communication in them" in report.verdict.why
+    assert report.verdict.confidence == "low" and wording("analysis/communication-in-them") in report.verdict.why
     assert not [one for one in report.findings if one.certain]
 
 
@@ -175,7 +176,7 @@ def test_launches_without_any_work_of_a_device_are_no_cpu_job(tmp_path, category
         made.add(category, call, step * 1000 + 120, step * 1000 + 125, correlation=step + 1)
     report = analyze([made.write(tmp_path)])
     assert report.verdict.bound == "inconclusive" and f"({call})" in report.verdict.sentence
-    assert "without its work" in report.title and "Python" not in report.verdict.sentence
+    assert wording("analysis/without-its-work") in report.title and "Python" not in report.verdict.sentence
     assert not [one for one in report.findings if one.cost_ms]
 
 
@@ -240,7 +241,7 @@ def with_graphs(kernels: bool) -> MadeTrace:
 def test_graph_launches_without_work_beside_other_kernels(tmp_path):
     report = analyze([with_graphs(kernels=False).write(tmp_path)])
     assert report.verdict.bound == "inconclusive" and "graph launches (cudaGraphLaunch)" in report.verdict.sentence
-    assert "without its work" not in report.title
+    assert wording("analysis/without-its-work") not in report.title
     assert analyze([with_graphs(kernels=True).write(tmp_path)]).verdict.confidence == "high"
 
 
@@ -423,7 +424,7 @@ def test_calls_of_the_system_that_nobody_reads_are_noted(tmp_path):
     slow_host(tmp_path, OSRT_API=own + other)
     report = analyze([tmp_path])
     [said] = [note for note in report.facts.critical.trace.notes if "OSRT_API" in note]
-    assert "6 calls of read" in said and "40.8 ms" in said and report.verdict.confidence == "high"
+    assert wording("analysis/calls-of-read", 6) in said and "40.8 ms" in said and report.verdict.confidence == "high"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support import report_cases as cases
 from support.training_maker import gpu, ordinary_steps, run
+from support.wording import wording
 
 from megatron_lite.analysis.analyze import analyze, describe_run
 from megatron_lite.analysis.findings.base import CheckResult
@@ -119,7 +120,7 @@ def test_too_little_to_say_anything_is_inconclusive(given, why):
 def test_a_trace_without_step_marks_says_so():
     alone = facts(number=1)
     steps = (dataclasses.replace(alone.critical.time.steps[0], number=None),)
-    assert "no step marks" in build_verdict(changed(alone, "time", steps=steps), ()).sentence
+    assert wording("analysis/no-step-marks") in build_verdict(changed(alone, "time", steps=steps), ()).sentence
 
 
 def test_a_profiler_that_distorts_is_inconclusive_and_one_that_disturbs_lowers_confidence():
@@ -131,38 +132,36 @@ def test_a_profiler_that_distorts_is_inconclusive_and_one_that_disturbs_lowers_c
 
 def test_confidence_needs_three_steps_alike_and_explained_and_a_possible_speed():
     assert verdict_of().confidence == "high"
-    assert verdict_of(number=2).why == "2 steady steps; profile at least 3 for high confidence"
+    assert verdict_of(number=2).why == wording("analysis/steady-steps-profile-at", 2, 3)
     doubtful = verdict_of(rows={"compute": 45.0, "host": 30.0, "unexplained": 25.0})
-    assert "25% of the step is unexplained" in doubtful.why
+    assert wording("analysis/of-step-is-unexplained", 25) in doubtful.why
     uneven = [dataclasses.replace(one, end_ns=one.end_ns + at * 50_000_000) for at, one in enumerate(cases.steps(4))]
     verdict = build_verdict(changed(facts(), "time", steps=tuple(uneven)), ())
-    assert verdict.confidence == "low" and "steps differ by" in verdict.why
+    assert verdict.confidence == "low" and wording("analysis/steps-differ-by") in verdict.why
     verdict = verdict_of(mfu=1.2)
-    assert verdict.confidence == "low" and "120% of the peak is impossible" in verdict.why
+    assert verdict.confidence == "low" and wording("analysis/of-peak-is-impossible", 120) in verdict.why
 
 
 @pytest.mark.parametrize(("steps", "window"), [(3, None), (5, "2:6"), (8, "3:9"), (15, "10:16"), (100, "10:16")])
 def test_the_window_proposed_for_a_watched_run_is_within_its_steps(steps, window):
     watched = dataclasses.replace(cases.run_of(steps), record=cases.record_of(None, command=["python"]))
     sentence = build_verdict(only(run=watched), ()).sentence
-    assert "INCONCLUSIVE: no steps were profiled" in sentence
+    assert wording("analysis/inconclusive-no-steps-were") in sentence
     assert (f"--steps {window}`" in sentence) == (window is not None)
     assert ("--steps" in sentence) == (window is not None)
 
 
 def test_without_a_trace_memory_or_the_run_speaks():
     verdict = build_verdict(only(snapshots=(cases.snapshot(),)), ())
-    assert verdict.sentence == "Memory peaks at 32.00 GiB in backward: activations 38%, moments 25%, master weights 12%"
+    assert verdict.sentence == wording("analysis/memory-peaks-at-gib-in", "32.00", 38, 25, 12)
     verdict = build_verdict(only(run=cases.run_of()), ())
-    assert verdict.sentence.startswith(
-        "95.5 ms per step, 171,000 tokens/s, 33% of peak. INCONCLUSIVE: no steps were profiled"
-    )
+    assert verdict.sentence.startswith(wording("analysis/ms-per-step-tokens", 95.5, "171,000", 33))
     for changes in ({}, {"peak_bytes": 0, "held": ()}):
         cut = dataclasses.replace(cases.snapshot(), complete=False, **changes)
         verdict = build_verdict(only(snapshots=(cut,)), ())
         assert (verdict.confidence, verdict.why) == (
             "low",
-            "120,000 events; more than 1% of the peak's bytes have no allocation in the record",
+            wording("analysis/events-more-than-of", "120,000", 1),
         )
 
 
@@ -188,9 +187,9 @@ def report_of(folder, **columns):
 
 def test_a_run_that_learned_nothing_says_so_first(tmp_path):
     skipped = report_of(tmp_path / "skipped", skipped=True, loss=None, grad_norm=None).verdict.sentence
-    assert skipped.startswith("Nothing was learned: all 40 steps were skipped, because a gradient was not finite. ")
+    assert skipped.startswith(wording("analysis/nothing-was-learned-all", 40))
     lost = report_of(tmp_path / "lost", loss=None).verdict.sentence
-    assert lost.startswith("Nothing was learned: the loss was not finite in all 40 updates. ")
+    assert lost.startswith(wording("analysis/nothing-was-learned-loss", 40))
     assert "learned" not in report_of(tmp_path / "some", skipped=lambda index: index < 39).verdict.sentence
 
 
@@ -199,10 +198,10 @@ def test_what_a_run_learned_is_a_fact_of_its_report(tmp_path):
         return run_section(report_of(tmp_path / name, **columns), False).blocks[0].texts
 
     rises = told("rises", loss=lambda index: 3.0 + index / 100, grad_norm=20.0)
-    assert "the loss did not fall: 3.035 in the first 8 updates, 3.355 in the last 8" in rises
-    assert "--clip-grad scales the gradient down in nearly every update, to 1/20 of its norm (median)" in rises
+    assert wording("analysis/loss-did-not-fall", 3.035, 8, 3.355, 8) in rises
+    assert wording("analysis/scales-gradient-down-in", "--clip-grad", 1, 20) in rises
     falls = told("falls", grad_norm=lambda index: 20.0 if index else 9.0)
-    assert "the loss fell: 2.997 in the first 8 updates, 2.965 in the last 8" in falls
+    assert wording("analysis/loss-fell-in-first", 2.997, 8, 2.965, 8) in falls
     assert not any("gradient norm" in text for text in falls)
 
 
@@ -255,7 +254,7 @@ def test_sources_that_say_different_things_are_doubtful():
         run_ = dataclasses.replace(RUN, phases_ms={"data": np.array(waits)})
         verdict = verdict_of(run_, rows=BOUNDS["data"])
         assert (verdict.bound, verdict.confidence) == ("data", confidence)
-    assert "the trace has 50.0 ms per step of waiting for the data loader, and steps.jsonl 0.0 ms" in verdict.why
+    assert wording("analysis/trace-has-ms-per", 50.0, 0.0) in verdict.why
     assert (
         verdict_of(
             dataclasses.replace(run_, record=cases.record_of({"world": {"size": 2, "rank": 1}})), rows=BOUNDS["data"]
@@ -279,17 +278,15 @@ def test_a_gpu_trace_without_its_kernels_is_no_cpu_run(tmp_path):
     path = gpu(tmp_path)
     drop_events(path, lambda one: one["cat"] in DEVICE_EVENTS)
     report = analyze([tmp_path])
-    assert report.verdict.sentence.startswith(
-        "INCONCLUSIVE: the trace holds 35 kernel launches (cudaLaunchKernel) and no kernel"
-    )
-    assert report.title.endswith(f"{H100} without its work")
+    assert report.verdict.sentence.startswith(wording("analysis/inconclusive-trace-holds-kernel", 35))
+    assert report.title.endswith(wording("analysis/without-its-work-2", H100))
     drop_events(path, lambda one: one["cat"] == "cuda_runtime")
     said = analyze([tmp_path]).verdict.sentence
-    assert f"names a device ({H100}) and holds none of its work" in said
+    assert wording("analysis/names-device-and-holds", H100) in said
     run(tmp_path, device="cpu", world=2)
     assert analyze([tmp_path]).verdict.confidence == "high"
     run(tmp_path, world=2)
-    assert "the run was on a GPU, and the trace holds none of its work" in analyze([tmp_path]).verdict.sentence
+    assert wording("analysis/run-was-on-gpu") in analyze([tmp_path]).verdict.sentence
 
 
 def test_a_gpu_trace_that_breaks_off_is_no_cpu_run(tmp_path):
@@ -311,4 +308,4 @@ def test_launches_without_kernels_lower_confidence(tmp_path):
     path, kernels = gpu(tmp_path), itertools.count()
     drop_events(path, lambda one: one["cat"] == "kernel" and next(kernels) % 4 == 0)
     verdict = analyze([path]).verdict
-    assert verdict.confidence == "low" and "kernel launches have no kernel in the trace" in verdict.why
+    assert verdict.confidence == "low" and wording("analysis/kernel-launches-have-no") in verdict.why

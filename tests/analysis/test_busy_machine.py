@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from support.training_maker import cpu, gpu, ordinary_steps, run
+from support.wording import wording
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.compare.compare import compare
@@ -47,15 +48,15 @@ def test_steps_that_had_no_core_are_no_overhead_of_the_profiler(tmp_path):
     assert codes(report)[0] == "busy-machine" and "profiler-overhead" not in codes(report)
     assert report.findings[0].cost_ms == pytest.approx(36.0)
     assert report.verdict.confidence == "low" and report.verdict.word is VerdictWord.BUSY_MACHINE
-    assert "waits for a CPU core for 75% of each profiled step" in report.verdict.sentence
-    assert "the profiler made" not in report.verdict.sentence + report.verdict.why
+    assert wording("analysis/waits-for-cpu-core", 75) in report.verdict.sentence
+    assert wording("analysis/profiler-made") not in report.verdict.sentence + report.verdict.why
 
 
 def test_a_window_that_took_more_cpu_time_is_the_profilers(tmp_path):
     report = write(tmp_path, ms=(10.0, 20.0), core_wait_ms=0.1, cpu_ms=(9.6, 19.5))
     found = {one.code: one for one in report.findings}
     assert "busy-machine" not in found and "profiler-overhead" in found
-    assert "the profiler made steps 100% longer" in report.verdict.sentence
+    assert wording("analysis/profiler-made-steps-longer", 100) in report.verdict.sentence
 
 
 @pytest.mark.parametrize(
@@ -129,8 +130,8 @@ def pair(tmp_path, a: dict, b: dict):
 def test_a_base_taken_under_load_keeps_no_limit(tmp_path):
     """18% more work, which the base's wait for a core hides; the same without a load is exceeded."""
     found, outcome = pair(tmp_path, {"ms": 11.8, "core_wait_ms": 4.0}, {"ms": 11.8, "core_wait_ms": 0.1})
-    assert outcome is Outcome.UNCLEAR and found.notes[0].startswith("A was measured on a busy machine")
-    assert found.sentence.endswith("; on a busy machine: A")
+    assert outcome is Outcome.UNCLEAR and found.notes[0].startswith(wording("analysis/was-measured-on-busy"))
+    assert found.sentence.endswith(wording("analysis/on-busy-machine"))
     found, outcome = pair(tmp_path, {"ms": 10.0, "core_wait_ms": 0.1}, {"ms": 11.8, "core_wait_ms": 0.1})
     assert outcome is Outcome.EXCEEDED and "busy machine" not in found.sentence + "".join(found.notes)
     _, outcome = pair(tmp_path, {"ms": 10.0, "core_wait_ms": 0.1}, {"ms": 10.0, "core_wait_ms": 0.1})
@@ -207,8 +208,8 @@ def test_what_recording_added_to_the_hosts_time_is_not_the_programs(tmp_path):
     """The device waits 0.7 ms of 10 for the host, all of which a step without the profiler does not take."""
     report = late_optimizer(tmp_path, 700.0)
     assert report.facts.critical.time.rows["host"] == pytest.approx(0.7, abs=0.05)
-    assert "waiting for the host" not in report.verdict.sentence
-    assert "may be recording's own work" in report.verdict.sentence
+    assert wording("analysis/waiting-for-host") not in report.verdict.sentence
+    assert wording("analysis/may-be-recording-own") in report.verdict.sentence
     assert report.verdict.confidence == "high"
 
 

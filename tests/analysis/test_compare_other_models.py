@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.training_maker import gpu, ordinary_steps
+from support.wording import wording
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.compare.compare import compare
@@ -95,5 +96,5 @@ def test_watched_scripts_are_compared_if_they_train_the_same_model(tmp_path, mon
     assert main(["compare", "a", "b"]) == 0
     capfd.readouterr()
     assert main(["compare", "a", "c"]) == 2
-    assert "another model; --force compares all the same" in capfd.readouterr().err
+    assert wording("analysis/another-model-compares-all", "--force") in capfd.readouterr().err
     assert main(["compare", "a", "c", "--force"]) == 0

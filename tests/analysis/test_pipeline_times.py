@@ -5,6 +5,7 @@ import json
 
 import pytest
 from support.finding_cases import pipeline_run
+from support.wording import wording
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.pipeline_schedule import ActionTimes, Stage, simulate_schedule
@@ -56,7 +57,7 @@ def test_the_report_shows_stages_beside_the_schedule(tmp_path):
     table, lines = section.blocks
     assert [row[0] for row in table.rows] == ["1", "2", "3", "4"] and "8 micro-batches" in section.of
     assert (
-        lines.texts[0] == "with equal stages, the schedule leaves each idle for 27% of a step"
+        lines.texts[0] == wording("analysis/with-equal-stages-schedule", 27)
         and "stage 2 computes longest" in lines.texts[1]
     )
     chart = schedule_chart(report)

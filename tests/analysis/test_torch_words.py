@@ -7,6 +7,7 @@ import re
 import pytest
 from support.finding_cases import CASES, MORE_TRIGGERS
 from support.training_maker import cpu, gpu
+from support.wording import wording
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.findings.rules import RULES, get_page
@@ -109,7 +110,7 @@ def test_a_page_shows_both_kinds_of_words():
         page = get_page(code)
         flags = rule.page.partition("\nFlags:")[2].partition("\nFalse alarm:")[0]
         named = list_torch_words(flags)
-        assert ("In a script of your own:" in page) == bool(named)
+        assert (wording("analysis/in-script-of-your") in page) == bool(named)
         flat = " ".join(page.split())
         assert all(
             f"{' '.join(flag.split())} is {words}" in flat for flag, words in list_torch_words(" ".join(flags.split()))
@@ -130,4 +131,4 @@ def test_a_watched_job_on_a_cpu_is_not_sent_to_device_times(tmp_path):
         cpu(folder)
 
     [found] = [one for one in report_of_script(tmp_path, write).findings if one.code == "profiler-overhead"]
-    assert "unprofiled step time" in found.advice and "device times" not in found.advice
+    assert wording("analysis/unprofiled-step-time") in found.advice and "device times" not in found.advice

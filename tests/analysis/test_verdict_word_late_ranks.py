@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 from support import report_cases as cases
+from support.wording import wording
 
 from megatron_lite.analysis.ranks.rank_results import Imbalance
 from megatron_lite.analysis.run_facts import Facts
@@ -51,5 +52,5 @@ def test_the_word_is_the_late_rank_where_it_costs_most(rows, waits, word):
 
 def test_the_sentence_says_it_once():
     said = judge(COMPUTES, moving_ms=41.0, rank=1).sentence
-    assert "rank 1" in said and "most costly cause" not in said
-    assert "most costly cause" not in judge(COMPUTES, always_ms=15.0).sentence
+    assert "rank 1" in said and wording("analysis/most-costly-cause") not in said
+    assert wording("analysis/most-costly-cause") not in judge(COMPUTES, always_ms=15.0).sentence

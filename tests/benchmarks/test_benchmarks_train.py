@@ -12,6 +12,8 @@ from support.waiting import LIMIT_S
 
 sys.path.insert(0, str(REPO))
 
+from support.wording import wording
+
 from benchmarks.training import summary
 from benchmarks.training.contestants import (
     Contestant,
@@ -130,7 +132,11 @@ def test_remarks_say_what_speaks_against_the_figures():
     ]
     lines = [summarize_runs(name, 1, results, work, 1) for name in ("ours", "plain")]
     apart, outside, busy = summary.describe_doubts(lines, summary.loss_table(results), load_before=1.5, cores=2)
-    assert "29% apart" in apart and "ours: its steps add up to 50%" in outside and "not idle (load 1.5 on 2" in busy
+    assert (
+        "29% apart" in apart
+        and wording("benchmarks/ours-its-steps-add", 50) in outside
+        and "not idle (load 1.5 on 2" in busy
+    )
     assert summary.describe_doubts(lines[1:], {"ours": [3.0, 3.0], "plain": [3.0, 3.1]}, load_before=0.1, cores=2) == []
 
 
@@ -170,7 +176,7 @@ def test_token_files_are_ids_and_nothing_else(tmp_path):
     assert "950 tokens, bytes" in write_tokens(tmp_path / "bytes", 256, text, None, None)
     assert np.fromfile(tmp_path / "bytes.bin", "<u2").astype(np.uint8).tobytes() == text.read_bytes()
     said = write_tokens(tmp_path / "bpe", 50304, text, None, None)
-    assert "475 tokens, pairs of bytes, spread pseudo-randomly over 50,304 ids" in said
+    assert wording("benchmarks/tokens-pairs-of-bytes", 475, "50,304") in said
     ids = np.fromfile(tmp_path / "bpe.bin", "<u2")
     pairs = np.frombuffer(text.read_bytes(), "<u2")
     assert len(ids) == 475 and ids.max() < 50304 and len(np.unique(ids)) == len(np.unique(pairs))

@@ -19,6 +19,7 @@ from support.launch import same
 from support.megatron_core import read_all
 from support.megatron_folders import rewrite, trained, written
 from support.model_variants import VARIANTS, build
+from support.wording import wording
 from torch import nn
 
 from megatron_lite.checkpoint.megatron_file import MegatronFile
@@ -76,7 +77,7 @@ def test_without_optimizer_and_random_states(tmp_path):
     weights = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
     file = MegatronFile(written(place(tmp_path), record, weights, plan))
     assert file.record == record and same(read_all(file), weights)
-    assert file.without_optimizer == "was not saved (--no-save-optim)"
+    assert file.without_optimizer == wording("checkpoint/was-not-saved", "--no-save-optim")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -289,7 +290,9 @@ def test_a_trap_does_not_snap(where, kind, tmp_path):
     with pytest.raises(CheckpointError) as caught:
         MegatronFile(path)
     assert not snapped.exists()
-    assert f"{path}: names {name}, which is neither data" in str(caught.value) and "\n" not in str(caught.value)
+    assert wording("checkpoint/names-which-is-neither", path, name) in str(caught.value) and "\n" not in str(
+        caught.value
+    )
 
 
 def test_what_accepted_names_stand_for_is_never_looked_up(tmp_path, monkeypatch):
@@ -336,19 +339,19 @@ def changed(folder: Path, change) -> Path:
 
 
 def test_damaged_missing_and_other_files(tmp_path):
-    assert "there is no such file" in refusal(place(tmp_path))
+    assert wording("checkpoint/there-is-no-such") in refusal(place(tmp_path))
     whole = changed(tmp_path, lambda state: None)
     data = whole.read_bytes()
     for damaged in (b"", b"no zip", data[:1000], data[: len(data) // 2]):
         whole.write_bytes(damaged)
-        assert "cannot be read" in refusal(whole) and "damaged" in refusal(whole)
+        assert wording("checkpoint/cannot-be-read") in refusal(whole) and "damaged" in refusal(whole)
     with zipfile.ZipFile(whole, "w") as archive:
         archive.writestr("a/data.pkl", pickle.dumps({"model": 1}, protocol=4)[:-3])
-    assert "cannot be read" in refusal(whole)
+    assert wording("checkpoint/cannot-be-read") in refusal(whole)
     torch.save([1, 2], whole)
-    assert "holds a list, not a checkpoint" in refusal(whole)
+    assert wording("checkpoint/holds-list-not-checkpoint") in refusal(whole)
     torch.save({"model": nn.Linear(2, 2).state_dict()}, whole)
-    assert "has not the form of a checkpoint by Megatron-LM or this trainer (KeyError: 'args')" in refusal(whole)
+    assert wording("checkpoint/has-not-form-of") in refusal(whole)
     torch.save({"args": argparse.Namespace(), "model": {}}, whole)
     assert "KeyError: 'embedding.word_embeddings.weight'" in refusal(whole)
 

@@ -19,6 +19,7 @@ from support.megatron_core import (
 )
 from support.megatron_dist import load_theirs, mapping, save_ours, save_theirs
 from support.model_variants import VARIANTS, build
+from support.wording import wording
 
 from megatron_lite.checkpoint.folder import read_manifest
 from megatron_lite.checkpoint.megatron_dist import DistFile
@@ -88,7 +89,7 @@ def test_masters_that_megatron_mixed_up_are_not_taken(tmp_path):
     theirs = Distributed(plan, shape, build(shape).state_dict(), bucket_size=100)
     theirs.step(gradients(shape, 0))
     file = DistFile(save_theirs(theirs, tmp_path / "iter_0000001", 1, RESHARDABLE))
-    assert file.record.optimizer is None and "masters that are not its weights'" in file.without_optimizer
+    assert file.record.optimizer is None and wording("checkpoint/masters-that-are-not") in file.without_optimizer
     weights = {name: value for name, value in theirs.flat().items() if name.startswith("model.")}
     assert same(read_all(file), weights)
 

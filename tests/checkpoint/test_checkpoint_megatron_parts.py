@@ -11,6 +11,7 @@ from support.launch import same
 from support.megatron_core import read_all
 from support.megatron_folders import trained, written
 from support.model_variants import VARIANTS
+from support.wording import wording
 
 from megatron_lite.checkpoint.find import open_megatron
 from megatron_lite.checkpoint.megatron_file import MegatronFile
@@ -131,7 +132,9 @@ def test_an_optimizer_missing_in_one_part_is_missing(tmp_path):
     del part["optimizer"]
     torch.save(part, path)
     file = open_megatron(tmp_path)
-    assert file.record.optimizer is None and file.without_optimizer == "was not saved (--no-save-optim)"
+    assert file.record.optimizer is None and file.without_optimizer == wording(
+        "checkpoint/was-not-saved", "--no-save-optim"
+    )
     assert all(name.startswith("model.") for name in file.names())
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.wording import wording
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
@@ -177,7 +178,9 @@ def test_a_hostile_file_ends_in_one_line_and_does_nothing(saved, tmp_path):
     assert made.returncode == 0, made.stderr
     said, path = json.loads(made.stdout)
     for title, line in said.items():
-        assert line.startswith("--load ") and ".metadata: cannot be read (" in line and "\n" not in line, line
+        assert (
+            line.startswith("--load ") and wording("checkpoint/metadata-cannot-be-read") in line and "\n" not in line
+        ), line
         assert HOSTILE.get(title, POISONED)[1] in line, line
     assert path == "/harmless" and {path.name for path in folder.iterdir()} == {*HOSTILE, "poison"}
 

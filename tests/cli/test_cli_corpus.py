@@ -4,6 +4,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from support.wording import wording
 
 from megatron_lite.cli.corpus import LEFT_OUT, MARK, library_sources, pieces
 from megatron_lite.cli.main import main
@@ -52,7 +53,7 @@ def test_a_complete_corpus_is_reused_and_any_other_made_anew(tmp_path, capsys):
     os.utime(index, (1, 1))
     capsys.readouterr()
     assert make(tmp_path / "python", *SMALL) == 0
-    assert index.stat().st_mtime == 1 and "is there already" in capsys.readouterr().out
+    assert index.stat().st_mtime == 1 and wording("cli/is-there-already") in capsys.readouterr().out
     make(tmp_path / "python", "--max-mb", "0.1")
     assert contents(tmp_path / "python") != good
 
@@ -69,12 +70,12 @@ def test_a_complete_corpus_is_reused_and_any_other_made_anew(tmp_path, capsys):
 def test_files_of_other_origin_are_left_alone_and_one_folder_holds_one_corpus(tmp_path, capsys):
     (tmp_path / "vocab.json").write_text("mine")
     assert make(tmp_path / "python", *SMALL, "--bpe", "300") == 2
-    assert "vocab.json exists and is not make-corpus's; choose another folder" in capsys.readouterr().err
+    assert wording("cli/vocab-json-exists-and") in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["vocab.json"]
     (tmp_path / "vocab.json").unlink()
     make(tmp_path / "python", *SMALL)
     assert make(tmp_path / "other", *SMALL) == 2
-    assert f"{tmp_path} holds another corpus; choose another folder" in capsys.readouterr().err
+    assert wording("cli/holds-another-corpus-choose", tmp_path) in capsys.readouterr().err
 
 
 def test_what_cannot_be_made_is_one_line(tmp_path, capsys):

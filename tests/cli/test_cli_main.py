@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 from support.paths import REPO
+from support.wording import wording
 
 from megatron_lite.__main__ import main as run_package
 from megatron_lite.cli import main as cli
@@ -58,7 +59,7 @@ assert "tiktoken" in sys.modules and "torch" not in sys.modules
 def test_the_module_is_the_command():
     words = [sys.executable, "-m", "megatron_lite.cli.main", "preproces"]
     run = subprocess.run(words, check=False, cwd=REPO, capture_output=True, text=True)
-    assert run.returncode == 2 and run.stderr.endswith("did you mean preprocess?\n")
+    assert run.returncode == 2 and run.stderr.endswith(wording("cli/did-you-mean-preprocess"))
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support.command_lines import argv
 from support.paths import REPO
+from support.wording import wording
 
 from megatron_lite.cli.main import main
 from megatron_lite.cli.plan import _parser
@@ -58,11 +59,11 @@ def test_a_script_gets_its_verdict_first(capsys):
     shown = printed(capsys, "--gpu", "H200", OUR_SCRIPT, *FILES)
     title, _, *rest = shown.splitlines()
     assert title.startswith("train_gpt3_857m_distributed.sh") and title.endswith("fp16, 1 GPU, batch 16 = 4 x 1 x 4")
-    assert rest[0].startswith("  fits in one H200: peak 1") and " GiB (" in rest[0] and "output layer" in rest[0]
+    assert rest[0].startswith(wording("cli/fits-in-one-h", 1)) and " GiB (" in rest[0] and "output layer" in rest[0]
     assert "355,919,872 (356M)" in shown
     assert "79.4 TFLOP  2.42 GFLOP per token" in shown and "89.3 TFLOP  2.72 GFLOP per token" in shown
-    assert "--vocab-file no/VOCAB is not here: GPT-2's vocabulary of 50,257 is assumed." in shown
-    assert "1 GPU: that is the script's value when its commands are not run; --gpus N for more." in shown
+    assert wording("cli/no-vocab-is-not", "--vocab-file", "50,257") in shown
+    assert wording("cli/gpu-that-is-script", 1, "--gpus") in shown
     titles = "Memory at the peak,Memory through a step,Time of a step at best,Work of a step,Parameters,What if"
     assert all(f"\n\n{title}" in shown for title in titles.split(","))
     assert "Environment" not in shown and "Inference" not in shown and "Exact" not in shown
@@ -136,7 +137,7 @@ def test_a_launch_command_can_be_pasted(before, gpus, capsys):
     assert f"{gpus} GPU" in shown.splitlines()[0] and " in one T4: " in shown
     assert ("CUDA_DEVICE_MAX_CONNECTIONS=1" in shown) == before.startswith("CUDA")
     assert refused(capsys, "deepspeed", "pretrain_gpt.py", *argv()) == [
-        "error: deepspeed: the number of GPUs is unknown; give --gpus N before it."
+        wording("cli/error-deepspeed-number-of", "--gpus")
     ]
 
 
@@ -145,8 +146,8 @@ def test_words_before_a_script_change_nothing_and_without_a_gpu_it_says_how_to_l
     assert printed(capsys, "--gpu", "H200", "bash", OUR_SCRIPT, *FILES) == shown
     assert printed(capsys, *argv()) == printed(capsys, "--", *argv())
     shown = printed(capsys, *argv())
-    assert shown.startswith("plan ") and "--gpu NAME shows whether it fits and how fast it can be" in flat(shown)
-    assert "Time of a step" not in shown and "at best" not in shown
+    assert shown.startswith("plan ") and wording("cli/name-shows-whether-it", "--gpu") in flat(shown)
+    assert wording("cli/time-of-step") not in shown and "at best" not in shown
 
 
 def test_several_gpus_are_columns_and_tokens_set_the_length(capsys):
@@ -162,22 +163,24 @@ def test_several_gpus_are_columns_and_tokens_set_the_length(capsys):
 
 def test_what_does_not_fit_gets_the_flags_that_do(capsys):
     shown = flat(printed(capsys, "--gpu", "T4", *SEED, "--micro-batch-size", "8"))
-    assert "does not fit in one T4: peak 19.8" in shown and "; it fits with --micro-batch-size 4 (" in shown
+    assert (
+        wording("cli/does-not-fit-in", 19.8) in shown and wording("cli/it-fits-with", "--micro-batch-size", 4) in shown
+    )
     wide = flat(printed(capsys, "--fit", "T4", *SEED, "--hidden-size", "4096"))
-    assert "no micro-batch and no recomputation makes it fit: at least" in wide
-    assert "it needs a smaller model or a GPU of 102.2 GiB, such as H200" in wide
+    assert wording("cli/no-micro-batch-and") in wide
+    assert wording("cli/it-needs-smaller-model", 102.2) in wide
     assert "--num-layers" not in wide, "another model is no advice"
-    assert "more GPUs help only if they split the model too" in wide
+    assert wording("cli/more-gpus-help-only") in wide
     hopeless = flat(printed(capsys, "--gpu", "T4", *SEED, "--hidden-size", "16384"))
-    assert "nor does a shorter sequence: it needs a smaller model, no GPU of the table is large enough" in hopeless
+    assert wording("cli/nor-does-shorter-sequence") in hopeless
 
 
 def test_fit_names_flags_to_paste_and_what_hardly_fits_is_called_so(capsys):
     shown = flat(printed(capsys, "--gpu", "H200", "--margin", "0.95", *SEED))
-    assert "may fit in one H200" in shown
-    assert "less than 95% is left for CUDA, NCCL and allocator overhead" in shown
+    assert wording("cli/may-fit-in-one") in shown
+    assert wording("cli/less-than-is-left", 95) in shown
     shown = printed(capsys, "--fit", "4090", *SEED)
-    assert "\nFit into one RTX 4090" in shown and "  fits as it is: " in shown
+    assert wording("cli/fit-into-one-rtx", 4090) in shown and wording("cli/fits-as-it-is") in shown
     shown = printed(capsys, "--fit", "T4", *SEED, "--micro-batch-size", "8")
     assert "\n  fits with: --micro-batch-size 4\n" in shown
 
@@ -197,7 +200,7 @@ def test_inference(capsys):
     assert cache in flat(shown)
     assert "tokens/s at best" in shown
     large = printed(capsys, "--inference", "--batch", "4096", "--gpu", "T4", *SEED)
-    assert "does not fit" in large[large.index("tokens/s at best") :]
+    assert wording("cli/does-not-fit") in large[large.index("tokens/s at best") :]
 
 
 def test_inference_answers_for_generating_not_for_training(capsys):
@@ -205,13 +208,15 @@ def test_inference_answers_for_generating_not_for_training(capsys):
     shown = flat(printed(capsys, "--inference", "--gpu", "4090", "T4", *wide))
     fits = "generating fits in one RTX 4090: 10.2 of 23.5 GiB (43%) with weights in fp16/bf16 and a cache for 1 x 2,048 tokens; at best 93 tokens/s"
     assert shown.startswith(f"plan GPT 24 x 4096, sequence 2048, fp16 {fits}")
-    assert "peak" not in shown and "Memory at the peak" not in shown and "What if" not in shown
-    assert "does not fit" in flat(printed(capsys, "--gpu", "T4", *wide)), "training, of which nothing is said above"
+    assert "peak" not in shown and wording("cli/memory-at-peak") not in shown and "What if" not in shown
+    assert wording("cli/does-not-fit") in flat(printed(capsys, "--gpu", "T4", *wide)), (
+        "training, of which nothing is said above"
+    )
     many = flat(printed(capsys, "--inference", "--batch", "64", "--gpu", "T4", *wide))
-    assert "generating does not fit in one T4: 57.4 of 14.5 GiB" in many and "with --batch 5 (13.15 GiB)" in many
+    assert wording("cli/generating-does-not-fit", 57.4, 14.5) in many and "with --batch 5 (13.15 GiB)" in many
     tight = flat(printed(capsys, "--inference", "--gpu", "T4", *SEED, "--hidden-size", "8192"))
-    assert "; it fits with weights in int4 (" in tight
-    assert "--gpu NAME shows whether it fits" in flat(printed(capsys, "--inference", *wide))
+    assert wording("cli/it-fits-with-weights") in tight
+    assert wording("cli/name-shows-whether-it-fits", "--gpu") in flat(printed(capsys, "--inference", *wide))
 
 
 def test_env_says_what_can_cost_something(capsys):
@@ -219,7 +224,7 @@ def test_env_says_what_can_cost_something(capsys):
     alone = printed(capsys, "--env", *words)  # a single rank has nothing to wait for
     assert "CUDA_DEVICE_MAX_CONNECTIONS=1" not in alone
     assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in printed(capsys, "--env", "--gpus", "4", *words)
-    assert "no flag or variable costs speed or memory" in flat(printed(capsys, "--env", *argv()))
+    assert wording("cli/no-flag-or-variable") in flat(printed(capsys, "--env", *argv()))
 
 
 def test_json_holds_all_of_it(capsys):
@@ -245,9 +250,9 @@ def test_json_holds_all_of_it(capsys):
 def test_bad_flags_get_the_trainers_own_lines(capsys):
     lines = refused(capsys, *argv("!--lr --nun-layers 3 --micro-batch-size 3"))
     assert lines == [
-        "error: --nun-layers is not a flag; did you mean --num-layers?",
-        "error: --global-batch-size 8 is not divisible by --micro-batch-size 3 times data parallel size 1 = 3; try 6.",
-        "error: --lr is missing; give the peak learning rate, such as 6e-5.",
+        wording("cli/error-is-not-flag", "--nun-layers", "--num-layers"),
+        wording("cli/error-is-not-divisible", "--global-batch-size", 8, "--micro-batch-size", 3, 1, 3, 6),
+        wording("cli/error-is-missing-give", "--lr"),
     ]
     two = "error: --data-path and --mock-data exclude each other; keep one."
     assert refused(capsys, *argv("--data-path a")) == [two]
@@ -275,21 +280,21 @@ def test_mistakes_are_one_line(words, line, capsys):
     assert refused(capsys, *words) == [f"error: {line}"]
     for option in ("--gpu", "--fit"):
         (line,) = refused(capsys, option, "H9000", *argv())
-        assert line.startswith("error: GPU 'H9000': not in the table; take one of ") and "H200" in line
+        assert line.startswith(wording("cli/error-gpu-h-not")) and "H200" in line
 
 
 def test_gpus_that_a_script_does_not_say_are_called_assumed(capsys):
     Path("launch.sh").write_text(f"torchrun --nproc_per_node gpu pretrain_gpt.py {' '.join(argv())}\n")
     shown = printed(capsys, "launch.sh")
     # a batch of 8, two at a time, has a sample for 4 of them
-    assert "4 GPUs assumed, batch 8" in shown and "--gpus N for another" in shown
+    assert "4 GPUs assumed, batch 8" in shown and wording("cli/n-for-another", "--gpus") in shown
     assert "2 GPUs, batch 8 = 2 x 2 x 2" in printed(capsys, "--gpus", "2", "launch.sh")
 
 
 def test_profiling_with_nsys_is_judged_as_it_will_be(capsys):
     flags = " ".join(argv("--profile --use-pytorch-profiler"))
     Path("launch.sh").write_text(f"nsys profile torchrun pretrain_gpt.py {flags}\n")
-    assert "does not work under nsys" in refused(capsys, "launch.sh")[0]
+    assert wording("cli/does-not-work-under") in refused(capsys, "launch.sh")[0]
 
 
 def test_the_whole_command_imports_neither_torch_nor_numpy():

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 from support.command_lines import argv, plan
 from support.paths import REPO
+from support.wording import wording
 
 from megatron_lite.cli import plan as command
 from megatron_lite.cli.main import main
@@ -47,7 +48,7 @@ def test_formula_and_walk_stand_beside_each_other(in_process, capsys):
     assert sum(walked["categories"].values()) == walked["allocated_peak_bytes"]
     assert walked["allocated_peak_bytes"] == pytest.approx(found["memory"]["peak_bytes"], rel=0.05)
     assert walked["allocated_peak_bytes"] <= walked["reserved_peak_bytes"]
-    assert "\n\nExact  " in shown and "difference" in shown and "reserved by the caching allocator" in shown
+    assert "\n\nExact  " in shown and "difference" in shown and wording("cli/reserved-by-caching-allocator") in shown
     section = ("\n\nMemory  ", "s.pickle, simulated", "allocated by")  # the report's own
     assert all(text in shown for text in section)
     assert "written: s.pickle" in shown and "written: p.json" in shown
@@ -70,7 +71,7 @@ def test_a_machine_without_torch_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(run_walk, "MODULE", "megatron_lite.no_such_module")
     assert main(["plan", "--exact", *argv()]) == 2
     shown = capsys.readouterr().err
-    assert shown.startswith("error: --exact: the walk failed (") and "no_such_module" in shown
+    assert shown.startswith(wording("cli/error-walk-failed", "--exact")) and "no_such_module" in shown
     assert shown.count("\n") == 1
 
 
@@ -94,7 +95,7 @@ def test_an_estimate_on_a_terminal_is_checked_by_the_walk(in_process, on_termina
     assert main(["plan", "--gpu", "H200", *argv("--bf16")]) == 0
     answer, _, check = capsys.readouterr().out.rpartition("\n\n")
     assert "estimated" in answer and "exact peak" not in answer
-    assert "exact peak" in check and "% off" in check and "fits in one H200" not in check
+    assert "exact peak" in check and "% off" in check and wording("cli/fits-in-one-h-2") not in check
 
 
 def test_a_verdict_that_the_walk_changes_is_given_again(in_process, on_terminal, capsys, monkeypatch):
@@ -103,15 +104,15 @@ def test_a_verdict_that_the_walk_changes_is_given_again(in_process, on_terminal,
     walked = replace(rehearsal.rehearse(plan()), allocated_peak_bytes=20 * 2**30)
     monkeypatch.setattr(rehearsal, "rehearse", lambda plan, workspace: walked)
     assert main(["plan", "--gpu", "T4", *argv("--bf16")]) == 0
-    assert "\n  does not fit in one T4: peak 20.0" in capsys.readouterr().out
+    assert wording("cli/does-not-fit-in-one", 20.0) in capsys.readouterr().out
 
 
 def test_what_a_search_puts_first_is_checked_by_the_walk(in_process, on_terminal, capsys):
     assert main(["plan", "--search", "--gpu", "H200", "--gpus", "2", *argv("--bf16")]) == 0
     answer, _, check = capsys.readouterr().out.rpartition("\n\n")
-    assert "Time against memory" in answer
+    assert wording("cli/time-against-memory") in answer
     [off] = re.findall(r"exact peak .* is ([+-][\d.]+)% off", check)
-    assert abs(float(off)) < 5 and "does not fit" not in check
+    assert abs(float(off)) < 5 and wording("cli/does-not-fit") not in check
 
 
 def test_a_search_waits_for_the_walk_where_it_is_asked_for(in_process, capsys, monkeypatch):
@@ -128,7 +129,7 @@ def test_a_search_waits_for_the_walk_where_it_is_asked_for(in_process, capsys, m
     best = found["search"]["layouts"][0]
     layout = seen[0].layout
     assert (layout.tensor, layout.context, layout.pipeline) == (best["tensor"], best["context"], best["pipeline"])
-    assert "it does not fit: 71.4" in capsys.readouterr().out
+    assert wording("cli/it-does-not-fit", 71.4) in capsys.readouterr().out
 
 
 def test_a_walk_that_takes_too_long_is_left(on_terminal, capsys, monkeypatch):
@@ -137,9 +138,7 @@ def test_a_walk_that_takes_too_long_is_left(on_terminal, capsys, monkeypatch):
 
     monkeypatch.setattr(run_walk.subprocess, "run", wait)
     assert main(["plan", *argv()]) == 0
-    assert capsys.readouterr().out.endswith(
-        "\n  not checked: the walk of the real step takes more than 10 s; --exact waits for it.\n"
-    )
+    assert capsys.readouterr().out.endswith(wording("cli/not-checked-walk-of", 10, "--exact"))
 
 
 def test_nothing_is_walked_unasked_without_torch_or_a_terminal(monkeypatch):

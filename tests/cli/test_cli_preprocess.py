@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from support.paths import REPO
 from support.waiting import Terminal
+from support.wording import wording
 
 from megatron_lite.cli.datasets import PreprocessLine
 from megatron_lite.cli.main import main
@@ -40,7 +41,7 @@ def test_each_json_key_gets_its_files_and_skipped_lines_are_named_and_counted(tm
     argv += ["--json-keys", "title", "body"]
     assert main([*argv, "--on-error", "skip"]) == 0
     output = capsys.readouterr()
-    assert output.out.startswith("3 documents (7 B), 1 empty ones left out, 2 bad lines skipped: 7 tokens in")
+    assert output.out.startswith(wording("cli/documents-b-empty-ones", 3, 7, 1, 2, 7))
     skipped = [f"skipped {tmp_path}/a.jsonl:{n}" for n in (2, 4)]
     assert [line.split(": ")[0] for line in output.err.splitlines()] == skipped
     assert [len(IndexedDataset(f"{tmp_path}/out_{key}_document")) for key in ("title", "body")] == [1, 2]
@@ -56,7 +57,7 @@ def test_megatrons_older_tokenizers(tmp_path, capsys):
     assert IndexedDataset(f"{tmp_path}/out_text_document").tokens(0).tolist() == [*b"ab"]
     capsys.readouterr()
     assert main([*argv, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "x"]) == 2
-    assert "--legacy-tokenizer: Megatron's older HuggingFaceTokenizer may put other ids" in capsys.readouterr().err
+    assert wording("cli/megatron-older-huggingfacetokenizer-may", "--legacy-tokenizer") in capsys.readouterr().err
 
 
 MEGATRONS = """--log-interval 1000 --partitions 2 --chunk-size=25 --keep-sequential-samples --dataset-impl mmap --lang english
@@ -69,7 +70,7 @@ def test_options_of_megatrons_tool_are_taken_with_a_word_each(tmp_path, capsys):
     assert main(["preprocess", *argv]) == 0
     told = capsys.readouterr().err.splitlines()
     flags = [word.partition("=")[0] for word in MEGATRONS.split() if word.startswith("--")]
-    assert [line.split(": ")[1] for line in told] == [f"{flag} has no effect here" for flag in flags]
+    assert [line.split(": ")[1] for line in told] == [wording("cli/has-no-effect-here", flag) for flag in flags]
     assert IndexedDataset(f"{tmp_path}/out_text_document").tokens(0).tolist() == [*b"ab"]
 
 
@@ -147,10 +148,10 @@ def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(tmp_path, monkey
     signal.signal(signal.SIGINT, before)
     assert code == 130
     said = capsys.readouterr().err
-    assert said == f"{tmp_path}/out: what is done so far is kept; the same command goes on with it\n"
+    assert said == wording("cli/out-what-is-done", tmp_path)
     monkeypatch.undo()
     assert main([*argv, f"{tmp_path}/out", "--workers", "2"]) == main([*argv, f"{tmp_path}/whole"]) == 0
-    assert f"{tmp_path}/out: goes on after " in capsys.readouterr().err
+    assert wording("cli/out-goes-on-after", tmp_path) in capsys.readouterr().err
     for ending in (".bin", ".idx"):
         same = [(tmp_path / f"{name}_text_document{ending}").read_bytes() for name in ("out", "whole")]
         assert same[0] == same[1]

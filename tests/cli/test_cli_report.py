@@ -10,6 +10,7 @@ import pytest
 from support.paths import REPO
 from support.trace_maker import gpu_run
 from support.waiting import LIMIT_S
+from support.wording import wording
 
 from megatron_lite.analysis.trace.read import read_traces
 from megatron_lite.cli.main import main
@@ -112,8 +113,8 @@ def test_a_folder_that_takes_no_files_still_gets_its_report_printed(trace, capsy
     Path("report.html").mkdir()
     assert main(["report", str(trace)]) == 0
     shown = capsys.readouterr().out
-    assert "Where a step goes" in shown and "written: report.json\n" in shown
-    assert "report.html: cannot be written (Is a directory); --html FILE and --json FILE name other places" in shown
+    assert wording("cli/where-step-goes") in shown and "written: report.json\n" in shown
+    assert wording("cli/report-html-cannot-be", "--html", "--json") in shown
 
 
 def test_a_terminal_without_unicode_is_no_error(trace):

@@ -8,6 +8,7 @@ import pytest
 from support.launch import flags
 from support.training_maker import ordinary_steps
 from support.training_maker import run as made_run
+from support.wording import wording
 
 from megatron_lite.cli import self_check
 from megatron_lite.cli.main import main
@@ -107,7 +108,7 @@ def test_ranks_of_a_layout_beside_one_rank(capfd):
     words = flags("--lr-warmup-iters 3 --train-data-path nowhere")
     words.remove("--mock-data")
     assert main(["self-check", "--ranks", "2", *words]) == 2
-    assert "1 rank: the trainer ended with exit code" in (said := capfd.readouterr().err) and "nowhere" in said
+    assert wording("cli/rank-trainer-ended-with", 1) in (said := capfd.readouterr().err) and "nowhere" in said
 
 
 def test_ranks_that_a_script_does_not_count_are_asked_for(tmp_path, monkeypatch, capsys):
@@ -116,5 +117,5 @@ def test_ranks_that_a_script_does_not_count_are_asked_for(tmp_path, monkeypatch,
     script = tmp_path / "launch.sh"
     script.write_text(f"torchrun --nproc_per_node gpu pretrain_gpt.py {' '.join(flags())}\n")
     assert main(["self-check", "--cpu", str(script)]) == 2
-    assert "the number of ranks is unknown; give --ranks N before it" in capsys.readouterr().err
+    assert wording("cli/number-of-ranks-is", "--ranks") in capsys.readouterr().err
     assert not started

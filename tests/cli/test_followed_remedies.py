@@ -14,6 +14,7 @@ from support.finding_cases import CASES, MORE_TRIGGERS
 from support.paths import REPO
 from support.snapshot_maker import training
 from support.training_maker import gpu
+from support.wording import wording
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.findings import communication_rules
@@ -63,7 +64,7 @@ def succeed(capfd, *words: object) -> str:
 @pytest.mark.parametrize("words", [[*WORDS, "--gpu", "H100"], ["--gpu", "H100", *WORDS], [*WORDS, "--", "--gpu=H100"]])
 def test_options_of_plan_work_behind_a_script(capfd, words):
     first = succeed(capfd, "plan", "--gpu", "H100", README_SCRIPT, *WORDS)
-    assert succeed(capfd, "plan", README_SCRIPT, *words) == first and "fits in one H100" in first
+    assert succeed(capfd, "plan", README_SCRIPT, *words) == first and wording("cli/fits-in-one-h-3") in first
 
 
 def test_options_of_plan_work_behind_flags_of_the_trainer(capfd):
@@ -116,7 +117,7 @@ def test_a_flag_of_another_model_is_refused_without_a_command(capfd):
     flags = shlex.join(argv("--linear-attention-type gdn --of-a-fork"))
     Path("mine.sh").write_text(f"torchrun --nproc_per_node 2 pretrain_gpt.py {flags}\n")
     said = fail(capfd, "plan", "mine.sh")
-    assert "train that model with Megatron-LM" in said and "megatron-lite plan" not in said
+    assert wording("cli/train-that-model-with") in said and "megatron-lite plan" not in said
 
 
 def test_every_gpu_that_the_message_lists_is_taken(capfd):
@@ -156,7 +157,7 @@ def test_a_script_that_is_no_command_is_run_as_the_message_says(capfd):
     Path("x.py").write_text("print('it ran')\n")
     said = fail(capfd, "watch", "x.py")
     assert "it ran" in succeed(capfd, *follow(said))
-    assert "check its path" in fail(capfd, "watch", "--", "y.py")
+    assert wording("cli/check-its-path") in fail(capfd, "watch", "--", "y.py")
 
 
 # --- live
@@ -167,7 +168,7 @@ def test_live_of_a_folder_that_is_no_run_names_one_that_is(capfd):
         Path("runs", name).mkdir(parents=True)
         Path("runs", name, "run.json").write_text(json.dumps({"schema": 1, "status": "finished"}))
     for words in ("runs", "runs/none", "runs/newer/run.json"):
-        assert "the run has ended" in succeed(capfd, *follow(fail(capfd, "live", words)))
+        assert wording("cli/run-has-ended") in succeed(capfd, *follow(fail(capfd, "live", words)))
 
 
 def test_live_of_nothing_says_what_to_do(capfd):

@@ -17,6 +17,7 @@ from rich.console import Console
 from support.launch import environment, flags, start
 from support.run_maker import MIB, PLAN, RECORD, folder, ranks, step
 from support.waiting import LIMIT_S, wait_until
+from support.wording import wording
 
 from megatron_lite.analysis.run.read import read_run
 from megatron_lite.analysis.run.step_lines import StepLines
@@ -69,14 +70,14 @@ def test_progress_time_left_and_a_step_that_adds_up(tmp_path):
     assert (view.iteration, view.last_iteration, view.status) == (100, 200, "running")
     assert view.left_s == pytest.approx(100 * 0.010)
     assert describe_progress(view, now=view.started + 75) == "100 of 200 iterations (50%), 1m15s gone, 1.0s left"
-    assert view.figures[:4] == ("10.00 ms per step", "6,400 tokens/s", "MFU 0.1%", "loss 3")
+    assert view.figures[:4] == (wording("cli/ms-per-step", "10.00"), "6,400 tokens/s", "MFU 0.1%", "loss 3")
     assert [(name, round(ms, 6)) for name, ms, _ in view.phases] == [
         ("forward", 3.0), ("backward", 6.0), (OUTSIDE_OF_PHASES, 0.99), (REMAINING_PHASES, 0.01),
     ]  # fmt: skip
     assert (view.curve[0][0], view.curve[0][-1], view.curve[1][0]) == (1, 100, 3.99)
-    assert view.skew == "rank 1 works longest, 20% above the median rank"
+    assert view.skew == wording("cli/rank-works-longest-above", 1, 20)
     assert view.memory == ("host: 100.0 MiB on rank 1, 90.0 MiB on rank 0",)
-    assert any("rank that the others wait for (rank 1)" in text for text in view.findings) and view.warnings == ()
+    assert any(wording("cli/rank-that-others-wait", 1) in text for text in view.findings) and view.warnings == ()
 
 
 def test_evaluations_count_towards_the_time_left(tmp_path):
@@ -105,9 +106,7 @@ def test_warnings(tmp_path, last, said):
 def test_a_loss_scale_may_look_for_its_size(tmp_path):
     lines = [step(at, loss_scale=2.0 ** (40 - at), skipped=at < 15) for at in range(1, 31)]
     assert view_of(folder(tmp_path, lines, GOING_ON)).warnings == ()
-    assert view_of(folder(tmp_path, lines[:14], GOING_ON)).warnings == (
-        "all 14 steps so far were skipped: no gradient was finite",
-    )
+    assert view_of(folder(tmp_path, lines[:14], GOING_ON)).warnings == (wording("cli/all-steps-so-far", 14),)
 
 
 def test_longer_steps_name_the_phase(tmp_path):
@@ -115,7 +114,7 @@ def test_longer_steps_name_the_phase(tmp_path):
     lines = [step(at, phases_ms={"forward": 3.0, "backward": 6.0}) for at in range(1, 200)]
     lines += [step(at, **longer) for at in range(200, 241)]
     [warning] = view_of(folder(tmp_path, lines, GOING_ON)).warnings
-    assert warning == "steps take 40% longer than the run's median of 10.00 ms, backward by 4.000 ms"
+    assert warning == wording("cli/steps-take-longer-than", 40, "10.00", "4.000")
 
 
 def test_of_many_ranks_the_slowest_the_median_and_the_fastest_are_shown(tmp_path):
@@ -187,7 +186,7 @@ def test_it_ends_with_the_run(tmp_path, hasty, capsys, more, code, said):
     end.join()
     first, *picture, last = capsys.readouterr().out.splitlines()
     assert first.startswith("50 of 200 iterations") and "100 of 200 iterations" in "\n".join(picture)
-    assert last == f"live: the run has ended: {said.partition(':')[0]}" and said in "\n".join(picture)
+    assert last == wording("cli/live-run-has-ended", said.partition(":")[0]) and said in "\n".join(picture)
 
 
 def test_a_run_that_gives_no_sign_is_left(tmp_path, hasty, capsys):
@@ -196,9 +195,9 @@ def test_a_run_that_gives_no_sign_is_left(tmp_path, hasty, capsys):
         os.utime(tmp_path / name, (time.time() - 3600,) * 2)
     follower = live.Follower(tmp_path)
     view = follower.look()
-    assert "the run has written nothing for 1h" in live._describe_silence(view, follower.silent_s)
+    assert wording("cli/run-has-written-nothing") in live._describe_silence(view, follower.silent_s)
     assert main(["live", str(tmp_path), "--silence", "3000"]) == live.SILENT
-    assert "live: the run has written nothing for 1h00m" in capsys.readouterr().out
+    assert wording("cli/live-run-has-written") in capsys.readouterr().out
     with open(tmp_path / "steps.jsonl", "a") as file:
         file.write(json.dumps(step(101)) + "\n")
     view = follower.look()
@@ -208,7 +207,7 @@ def test_a_run_that_gives_no_sign_is_left(tmp_path, hasty, capsys):
 def test_a_folder_without_a_run_is_waited_for(tmp_path, hasty, capsys):
     threading.Timer(0.2, lambda: write_run(tmp_path, record=RECORD)).start()
     assert main(["live", str(tmp_path)]) == 0
-    assert f"waiting for a run to begin in {tmp_path} (no run.json yet)" in capsys.readouterr().out
+    assert wording("cli/waiting-for-run-to", tmp_path) in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -267,5 +266,5 @@ def test_a_training_of_two_ranks_is_followed_to_its_end(tmp_path, hasty, capsys)
     assert (
         "400 of 400 iterations (100%)" in shown
         and "Ranks, ms" in shown
-        and shown.endswith("live: the run has ended: finished\n")
+        and shown.endswith(wording("cli/live-run-has-ended-finished"))
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.command_lines import argv
+from support.wording import wording
 
 from megatron_lite.cli import launch_script
 from megatron_lite.cli.launcher import MAX_SCRIPT_BYTES, find_launch
@@ -41,7 +42,7 @@ def test_files_that_a_script_has_no_name_for_do_not_stop_a_plan(value):
 def test_a_value_that_a_plan_needs_is_still_asked_for():
     with pytest.raises(ConfigError) as raised:
         plan(f"torchrun --nproc_per_node 2 pretrain_gpt.py {FLAGS} --seq-length $4")
-    assert raised.value.lines == ["--seq-length is empty: it is argument 4 of job.sh; give it."]
+    assert raised.value.lines == [wording("cli/is-empty-it-is", "--seq-length", 4)]
 
 
 @pytest.mark.parametrize(
@@ -53,14 +54,14 @@ def test_deepspeeds_stages_are_planned_as_flags_of_this_trainer(stage, sharded):
     parallel = found.plan.args.parallel
     assert parallel.use_distributed_optimizer == (sharded == "distributed_optimizer")
     assert parallel.use_torch_fsdp2 == (sharded == "fsdp2")
-    assert any(note.startswith(f"DeepSpeed's ZeRO stage {stage} is planned as ") for note in found.notes)
+    assert any(note.startswith(wording("cli/deepspeed-zero-stage-is", stage)) for note in found.notes)
 
 
 def test_deepspeeds_flags_are_known_only_with_deepspeed():
     flags = ["--zero-stage", "1", "--lr", "1"]
     assert adapt_flags(flags, (), ()) == (flags, [])
     kept, notes = adapt_flags(["--deepspeed", "--deepspeed_config", "x", "--lr", "1"], (), ())
-    assert kept == ["--lr", "1"] and "none is planned" in notes[0]
+    assert kept == ["--lr", "1"] and wording("cli/none-is-planned") in notes[0]
 
 
 def test_flags_of_forks_are_left_out_or_read_with_a_note():
@@ -100,7 +101,10 @@ def test_flags_are_dropped_and_added_without_editing_a_script(named):
         plan(text)
     found = plan(text, dropped=[named], added=["--global-batch-size", "32"])
     assert found.plan.batch.final == 32 and "--of-a-fork" not in found.flags
-    assert found.notes[:2] == ("left out by --drop: --of-a-fork.", "given by --add: --global-batch-size 32.")
+    assert found.notes[:2] == (
+        wording("cli/left-out-by", "--drop", "--of-a-fork"),
+        "given by --add: --global-batch-size 32.",
+    )
 
 
 def test_placeholders_count_as_values_where_bash_cannot_read_them():
@@ -125,7 +129,7 @@ def test_placeholders_in_files_that_a_script_reads_or_starts_count_as_well():
 def test_variables_of_a_file_that_is_not_here_are_empty():
     start = f"set -euo pipefail\nsource settings_of_nobody.sh\ntorchrun --nproc_per_node 2 pretrain_gpt.py {FLAGS}"
     found = plan(f"{start} --data-path $TRAIN_DATA --save $WHERE")
-    assert any("TRAIN_DATA, WHERE are not set here and empty" in note for note in found.notes)
+    assert any(wording("cli/train-data-where-are") in note for note in found.notes)
     with pytest.raises(ConfigError, match="LENGTH has no value here; give it: LENGTH=VALUE"):
         plan(f"{start} --seq-length $LENGTH")
 

@@ -16,6 +16,7 @@ from support.snapshot_maker import MadeSnapshot
 from support.trace_maker import gpu_run
 from support.trace_maker import write as write_trace
 from support.waiting import LIMIT_S, Terminal
+from support.wording import wording
 
 from megatron_lite.cli.main import COMMANDS, main
 from megatron_lite.errors import UserError, is_memory_error
@@ -82,7 +83,7 @@ except SystemExit as end:
 def test_the_trainer_answers_without_importing_torch(flag, code):
     done = start("-c", ASKS_WITHOUT_TORCH, flag, stdout=subprocess.PIPE)
     assert done.stdout.splitlines()[-1] == f"{code} False"
-    assert "Traceback" not in done.stderr and (code == 0 or "did you mean --num-layers?" in done.stderr)
+    assert "Traceback" not in done.stderr and (code == 0 or wording("cli/did-you-mean", "--num-layers") in done.stderr)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +135,7 @@ def test_memory_that_runs_out_is_one_line():
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
     )  # fmt: skip
     assert done.returncode == 1
-    assert done.stderr == "error: memory ran out: this process may take 654 MiB (ulimit -v 670000); raise that limit.\n"
+    assert done.stderr == wording("cli/error-memory-ran-out", 654, 670000)
 
 
 def test_what_a_terminal_obeys_is_escaped_and_the_rest_is_kept():

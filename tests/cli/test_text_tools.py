@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.wording import wording
 
 from megatron_lite.cli.launch_script import read_launch_script
 from megatron_lite.cli.planned_run import planned_run
@@ -274,7 +275,7 @@ def test_gpus_that_a_script_counts_are_those_given_to_plan(tmp_path):
     assert planned_run([str(path)], 4).plan.batch.final == 8
     found = planned_run([str(path)], None)
     assert found.plan.batch.final == 16 and found.gpus_assumed
-    assert any("8 of a node are assumed; --gpus N" in note for note in found.notes)
+    assert any(wording("cli/of-node-are-assumed", 8, "--gpus") in note for note in found.notes)
 
 
 def test_programs_named_by_a_path_and_each_nodes_command_are_known(tmp_path):

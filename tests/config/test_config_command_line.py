@@ -5,6 +5,7 @@ import re
 
 import pytest
 from support.command_lines import ALONE, argv, mistakes, read, read_table
+from support.wording import wording
 
 from megatron_lite.config.args import Args
 from megatron_lite.config.check import check, remarks
@@ -113,8 +114,8 @@ def test_words_before_flags_and_empty_values_of_shell_variables():
     stands = "'train' stands before any flag; put a flag in front of it, or drop it."
     assert read_command_line(["train", "--seed", "1"]).mistakes == [stands]
     assert mistakes(["--save", "", "--tensorboard-dir", " "]) == [
-        "--save '': is no usable value; give one, or drop the flag.",
-        "--tensorboard-dir ' ': is no usable value; give one, or drop the flag.",
+        wording("config/is-no-usable-value", "--save"),
+        wording("config/is-no-usable-value-give", "--tensorboard-dir"),
     ]
 
 
@@ -150,11 +151,13 @@ def test_a_value_that_could_not_be_read_breaks_no_further_rule():
         assert len(mistakes(f"{flag} 1k")) == 1, flag
     # nor is a misspelt flag called missing too
     assert mistakes("!--lr --lr-rate 1") == [
-        "--lr-rate is not a flag; --help lists them all.",
-        "--lr is missing; give the peak learning rate, such as 6e-5.",
+        wording("config/is-not-flag-lists", "--lr-rate", "--help"),
+        wording("config/is-missing-give-peak", "--lr"),
     ]
-    assert mistakes("!--lr --Lr 1") == ["--Lr is not a flag; did you mean --lr?"]
-    assert mistakes("!--train-iters --trian-iters 10") == ["--trian-iters is not a flag; did you mean --train-iters?"]
+    assert mistakes("!--lr --Lr 1") == [wording("config/is-not-flag-did", "--Lr", "--lr")]
+    assert mistakes("!--train-iters --trian-iters 10") == [
+        wording("config/is-not-flag-did", "--trian-iters", "--train-iters")
+    ]
 
 
 def notes(changes, world=ALONE):
@@ -207,7 +210,7 @@ def test_what_cannot_matter_is_said():
             context = ["--no-step-timeline"] if "timeline" in needed else context
             context = ["--model", "a.py:f"] if "--model" in needed else context
             told = remarks(read([*context, flag.spelling, *value]), ALONE)
-            assert f"{flag.spelling} has no effect without {needed}." in told and len(told) <= 2, told
+            assert wording("config/has-no-effect-without", flag.spelling, needed) in told and len(told) <= 2, told
 
 
 def test_what_works_needs_no_word():
@@ -236,4 +239,4 @@ def test_several_numbers_may_be_one_word():
         "2 2",
     ]
     assert read(words).args.parallel.hierarchical_context_parallel_sizes == (2, 2)
-    assert read(["--profile-ranks", "0 x"]).mistakes == ["--profile-ranks x: needs a whole number."]
+    assert read(["--profile-ranks", "0 x"]).mistakes == [wording("config/x-needs-whole-number", "--profile-ranks")]

@@ -3,6 +3,7 @@
 import pytest
 from support.command_lines import mistakes, plan, read
 from support.training_maker import ordinary_steps, run
+from support.wording import wording
 
 from megatron_lite import machine
 from megatron_lite.analysis.analyze import analyze
@@ -42,7 +43,7 @@ def test_the_choice_and_its_reason(changes, world, target, why):
 def test_what_may_be_typed_and_what_is_told(tmp_path):
     wrong = "--torch-compile layer: choose from auto, layers, none; did you mean layers?"
     assert mistakes("--torch-compile layer") == [wrong]
-    assert mistakes("--torch-compile layers none") == ["--torch-compile takes one value, got 2: 'layers none'."]
+    assert mistakes("--torch-compile layers none") == [wording("config/takes-one-value-got", "--torch-compile", 2)]
     assert "--torch-compile [{auto,layers,none}]" in help_text()
     path = tmp_path / "run.yaml"
     for value, taken in (("true", "layers"), ("false", "none"), ("none", "none"), ("auto", "auto")):
@@ -59,10 +60,7 @@ def test_what_may_be_typed_and_what_is_told(tmp_path):
 
 def test_what_a_gpu_lacks(monkeypatch):
     monkeypatch.setattr(machine, "find_spec", lambda name: None)
-    assert (
-        find_missing_compiler(True, {})
-        == "Triton is not installed, which compiles kernels for GPUs; pip install triton"
-    )
+    assert find_missing_compiler(True, {}) == wording("config/triton-is-not-installed")
     [told] = mistakes("--torch-compile", GPU)
     assert told == f"--torch-compile: {find_missing_compiler(True, {})}, or take --torch-compile none."
     assert mistakes("", GPU) == []
@@ -80,9 +78,7 @@ def test_python_without_headers_compiles_nothing(world, tmp_path, monkeypatch):
     monkeypatch.setattr(machine.sys, "platform", "linux")
     monkeypatch.setattr(machine.sysconfig, "get_path", lambda name, scheme: str(tmp_path / "none"))
     said = find_missing_compiler(bool(world.gpus), {})
-    assert said.startswith(
-        f"Python's headers are missing ({tmp_path}/none/Python.h); install them (on Debian and Ubuntu the "
-    )
+    assert said.startswith(wording("config/python-headers-are-missing", tmp_path))
     assert mistakes("--torch-compile", world) == [f"--torch-compile: {said}, or take --torch-compile none."]
     (tmp_path / "Python.h").touch()
     assert find_missing_compiler(bool(world.gpus), {"CPATH": f"/nowhere:{tmp_path}"}) == ""
@@ -100,7 +96,7 @@ def test_reports_say_how_much_of_the_first_step_was_compiling(tmp_path):
     steps[0]["compile_ms"] = 18_000.0
     report = analyze([run(tmp_path, compiled=True, steps=steps)])
     [found] = [one for one in report.findings if one.code == "first-step"]
-    assert found.evidence[0].text.endswith("99% of 40 steps, 18,000.0 ms of the first for compiling")
+    assert found.evidence[0].text.endswith(wording("config/of-steps-ms-of", 99, 40, "18,000.0"))
     assert found.flags == ("--torch-compile none", "TORCHINDUCTOR_CACHE_DIR") and "--torch-compile none" in found.advice
     [evidence] = look_at_compilation(CheckCase(report.facts)).evidence
-    assert "first step 30,000.0 ms (18,000.0 ms of it compiling), typical ones" in evidence.text
+    assert wording("config/first-step-ms-ms", "30,000.0", "18,000.0") in evidence.text

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from support.command_lines import mistakes
+from support.wording import wording
 
 from megatron_lite.config.args import DataArgs
 from megatron_lite.config.data_paths import read_argument_files
@@ -67,11 +68,13 @@ def test_a_split_file_obeys_the_rules_of_the_flags(tmp_path):
         (tmp_path / f"a{ending}").touch()
     path.write_text(json.dumps({"valid": [str(prefix)]}))
     words = f"!--mock-data --per-split-data-args-path {path}"
-    assert mistakes(words) == [f'--per-split-data-args-path {path}: names no data for "train"; add it.']
+    assert mistakes(words) == [wording("config/names-no-data-for", "--per-split-data-args-path", path)]
     assert mistakes(f"{words} --skip-train") == []
     path.write_text(json.dumps({"train": [str(prefix)]}))
     assert mistakes(words) == []
-    assert mistakes(f"{words} --split 9,1") == ["--split 9,1 does not go with --per-split-data-args-path; drop one."]
+    assert mistakes(f"{words} --split 9,1") == [
+        wording("config/does-not-go-with", "--split", "9,1", "--per-split-data-args-path")
+    ]
     for flag in ("--data-path", "--test-data-path"):
         told = f"{flag} and --per-split-data-args-path exclude each other; keep one."
         assert mistakes(f"{words} {flag} {path}")[0] == told

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from support.command_lines import plan, read_table
+from support.wording import wording
 
 from megatron_lite.config.environment import TELLING_VARIABLES, hints
 from megatron_lite.config.world import World
@@ -80,9 +81,7 @@ def test_what_costs_nothing_there_is_not_said(world, environ):
 
 def test_threads_are_judged_by_the_cores_that_are_granted():
     two = replace(MACHINE, cores=2)  # of more that are seen
-    assert said(ON_CPU, machine=two, OMP_NUM_THREADS="") == [
-        "OMP_NUM_THREADS is not set: 1 rank x 16 threads wait for each other on 2 cores; set OMP_NUM_THREADS=2."
-    ]
+    assert said(ON_CPU, machine=two, OMP_NUM_THREADS="") == [wording("config/omp-num-threads-is", 1, 16, 2, 2)]
     assert said(World(size=4, local_size=4), machine=two, OMP_NUM_THREADS="1") == [], "as few as there can be"
     # the limits of another machine are not judged
     assert said(GPUS, "--num-workers 8 --micro-batch-size 4096 --global-batch-size 8192", None) == []
@@ -95,9 +94,9 @@ def test_threads_are_judged_by_the_cores_that_are_granted():
 
 def test_a_profile_for_a_tool_that_does_not_watch():
     with_tool = said(ON_CPU, "--profile")
-    assert len(with_tool) == 1 and with_tool[0].startswith(NSYS) and "not on the PATH" not in with_tool[0]
+    assert len(with_tool) == 1 and with_tool[0].startswith(NSYS) and wording("config/not-on-path") not in with_tool[0]
     without = said(ON_CPU, "--profile", machine=replace(MACHINE, has_nsys=False))
-    assert "start it with nsys profile, which is not on the PATH, or add --use-pytorch-profiler." in without[0]
+    assert wording("config/start-it-with-nsys", "--use-pytorch-profiler") in without[0]
     assert said(ON_CPU, "--profile --use-pytorch-profiler") == said(World(under_nsys=True), "--profile") == []
 
 

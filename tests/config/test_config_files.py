@@ -5,6 +5,7 @@ import os
 import pytest
 from support.command_lines import mistakes, read_table, yields_missed
 from support.paths import REPO
+from support.wording import wording
 
 
 @pytest.fixture
@@ -79,7 +80,7 @@ def test_what_is_there_passes_and_nothing_is_made(changes, place):
 
 def test_default_run_folder_must_be_possible(place):
     (place / "runs").write_text("not a folder")
-    assert mistakes() == [f"--run-dir runs: {place}/runs is a file; give a folder."]
+    assert mistakes() == [wording("config/runs-runs-is-file", "--run-dir", place)]
     assert mistakes("--save folder") == mistakes("--run-dir folder") == []
 
 

@@ -5,6 +5,7 @@ import re
 import pytest
 from support.command_lines import mistakes, read, read_table
 from support.paths import REPO
+from support.wording import wording
 
 from megatron_lite.cli.planned_flags import adapt_flags
 from megatron_lite.config.args import Args
@@ -116,7 +117,7 @@ def test_old_spellings_mean_their_new_ones():
         line = read([old, *value])
         assert line.values == read([*new, *value]).values
         assert line.values != read().values or old == "--use-flash-attn"
-        assert line.notes == [f"{old} is an old spelling of {text}."] and line.mistakes == []
+        assert line.notes == [wording("config/is-old-spelling-of", old, text)] and line.mistakes == []
 
 
 # Flags that Megatron-LM 0.16.1 and its main branch of August 2026 end at, whatever their value: what is said.
@@ -172,7 +173,7 @@ def test_values_that_ask_for_nothing_pass():
     assert len(passing) == 7
     for name, values in passing.items():
         assert mistakes([name, *values]) == [] and name in find_texts(*STOPPING)
-        assert read([name, *values]).notes == [f"{' '.join((name, *values))} has no effect here: it is so anyway."]
+        assert read([name, *values]).notes == [wording("config/has-no-effect-here", " ".join((name, *values)))]
         assert len(mistakes([name, *values, "7"])) == 1
 
 

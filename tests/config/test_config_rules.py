@@ -8,6 +8,7 @@ import pytest
 from support.command_lines import argv, mistakes, yields_missed
 from support.paths import REPO
 from support.rule_cases import BROKEN, BY_WORLD, FINE, FOUR_RANKS, ONE_GPU, SAID_OF_ANOTHER, TWO_LINES
+from support.wording import wording
 
 from megatron_lite.config.args import Args
 from megatron_lite.config.check import RULES_WITHOUT_FILES, check
@@ -58,7 +59,7 @@ def test_a_number_out_of_its_range_is_one_line(flag):
 def test_the_ranges_are_those_of_megatron():
     ranges = {flag.spelling: flag.must_be.describe().partition(";")[0] for flag in RANGED}
     assert len(RANGED) == 112
-    assert ranges["--num-layers"] == "at least 1 and at most 100000"
+    assert ranges["--num-layers"] == wording("config/at-least-and-at", 1, 100000)
     assert ranges["--seed"] == "at least 0 and below 4294967296"
     assert ranges["--lr"] == ranges["--clip-grad"] == ranges["--weight-decay"] == ranges["--eval-iters"] == "at least 0"
     assert ranges["--hidden-dropout"] == ranges["--adam-beta1"] == "at least 0 and below 1"

@@ -4,6 +4,7 @@ import ast
 
 import pytest
 from support.command_lines import ALONE, GOOD, argv, mistakes, read_table
+from support.wording import wording
 
 from megatron_lite.config.args import Args
 from megatron_lite.config.check import check
@@ -157,7 +158,10 @@ def test_files_that_cannot_be_read(tmp_path, make, reason):
     alone = read_command_line(["--yaml-cfg", str(path), "--sede", "1"])
     with pytest.raises(ConfigError) as caught:
         check(alone, ALONE)
-    assert caught.value.lines == [told, "--sede is not a flag; did you mean --seed?"]  # and nothing is called missing
+    assert caught.value.lines == [
+        told,
+        wording("config/is-not-flag-did", "--sede", "--seed"),
+    ]  # and nothing is called missing
 
 
 SWITCHED_OFF = {

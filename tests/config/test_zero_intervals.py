@@ -3,6 +3,7 @@
 import pytest
 from support.command_lines import mistakes, plan, read
 from support.launch import checkpoint, flags, quietly, steps
+from support.wording import wording
 
 from megatron_lite.config.args import Args
 from megatron_lite.config.data_paths import split_shares
@@ -71,4 +72,4 @@ PARALLEL = (
 def test_a_missing_flag_is_a_line_whatever_else_is_given(missing, words):
     out = REQUIRED if missing == "all" else [missing]
     lines = mistakes(" ".join(f"!{name}" for name in out) + f" {words}", World(0, 2, 0, 2))
-    assert {f"{name} is missing; every run needs it." for name in out} <= set(lines)
+    assert {wording("config/is-missing-every-run", name) for name in out} <= set(lines)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.launch import checkpoint, flags, losses, quietly, same
 from support.paths import REPO
+from support.wording import wording
 
 from megatron_lite.checkpoint.find import open_newest
 from megatron_lite.cli.main import main
@@ -57,8 +58,10 @@ def test_there_and_back_training_goes_on_alike(name, runs, tmp_path, capsys):
     back = ["--save", str(tmp_path / "back"), "--make-vocab-size-divisible-by", "160"]
     assert main(["convert", "--load-hf", str(tmp_path / "hf"), *back]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith("  no tokenizer: --vocab-file and --merge-file, or --tokenizer-model, would put it")
-    assert f"rows of padding are left out: the vocabulary has {128} ids" in said[1]
+    assert said[0].startswith(
+        wording("convert/no-tokenizer-and-or", "--vocab-file", "--merge-file", "--tokenizer-model")
+    )
+    assert wording("convert/rows-of-padding-are", 128) in said[1]
     assert f"iteration 2 of {runs[name]}, " in said[-4] and f": {tmp_path}/hf in " in said[-4]
     assert f"{tmp_path}/back/release" in said[-3]
     before, after = open_newest(runs[name]), open_newest(tmp_path / "back")
@@ -84,7 +87,7 @@ def test_there_and_back_training_goes_on_alike(name, runs, tmp_path, capsys):
 
 def test_every_tensor_of_megatrons_file_comes_over(runs, tmp_path, capsys):
     assert main(["convert", "--load", str(runs["torch"]), "--save", str(tmp_path / "ours")]) == 0
-    assert "in bf16, with the state of adam: " in capsys.readouterr().out
+    assert wording("convert/in-bf-with-state") in capsys.readouterr().out
     assert (tmp_path / "ours" / "iter_0000002" / ".metadata").exists()
     mine, theirs = checkpoint(runs["torch"], 2), checkpoint(tmp_path / "ours", 2)
     assert same(mine, theirs) and any(name.endswith(".exp_avg") for name in mine)
@@ -190,10 +193,7 @@ def test_a_conversion_that_fails_half_way_leaves_nothing(runs, tmp_path, monkeyp
 
     monkeypatch.setattr(folders.Export, "write", full_disk)
     assert main(["convert", "--load", str(runs["gpt2"]), "--save-hf", str(tmp_path / "hf")]) == 2
-    assert capsys.readouterr().err == (
-        f"error: --save-hf {tmp_path}/hf: cannot be written (No space left on device); make "
-        "room or choose another folder.\n"
-    )
+    assert capsys.readouterr().err == wording("convert/error-hf-cannot-be", "--save-hf", tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -11,6 +11,7 @@ from support.convert_cases import EXACT, FOLDED, LLAMA, VOCABULARY, Kept, export
 from support.expert_variants import DEEPSEEK, EXPERT_VARIANTS, PLAIN_EXPERTS, mix
 from support.latent_variants import LATENT_VARIANTS
 from support.model_variants import PLAIN, VARIANTS
+from support.wording import wording
 
 from megatron_lite.convert.folders import import_hf
 from megatron_lite.convert.tokenizer_files import describe_no_tokenizer
@@ -64,7 +65,7 @@ def test_what_is_folded_comes_back_as_the_same_function(name, tmp_path):
     back = Kept(*import_hf(tmp_path, divisible_by=8))
     torch.testing.assert_close(our_logits(back), our_logits(stored), rtol=0, atol=2e-5)
     assert len(said) == 1 + any(word in name for word in ("bias", "interleaved"))
-    assert said[0] == "  8 rows of padding are left out: the vocabulary has 120 ids"
+    assert said[0] == wording("convert/rows-of-padding-are-left", 8, 120)
     again = tmp_path / "again"
     export(back, again)
     assert (again / "model.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
@@ -262,16 +263,16 @@ def test_what_of_experts_has_no_place_is_noted(tmp_path):
     losses = (("aux_loss", 0.25), ("seq_aux_loss", 0.5))
     experts = replace(PLAIN_EXPERTS, balancing=losses, z_loss_coeff=0.1, input_jitter=0.1, router_dtype="fp64")
     assert export(kept(replace(LLAMA, experts=experts), vocab_size=128), tmp_path) == [
-        "  --moe-aux-loss-coeff 0.5 of seq_aux_loss: has no place there, and matters in training only",
-        "  --moe-z-loss-coeff 0.1: has no place there, and matters in training only",
-        "  --moe-input-jitter-eps 0.1: has no place there, and matters in training only",
-        "  --moe-router-dtype fp64: transformers routes tokens in the weights' precision",
+        wording("convert/of-seq-aux-loss", "--moe-aux-loss-coeff", 0.5),
+        wording("convert/has-no-place-there", "--moe-z-loss-coeff", 0.1),
+        wording("convert/has-no-place-there", "--moe-input-jitter-eps", 0.1),
+        wording("convert/fp-transformers-routes-tokens", "--moe-router-dtype"),
     ]
     assert json.loads((tmp_path / "config.json").read_text())["router_aux_loss_coef"] == 0.25
     deepseek = EXACT["deepseek_v3"]
     two_losses = replace(deepseek, experts=replace(deepseek.experts, balancing=losses))
     [note] = export(kept(two_losses, vocab_size=128), tmp_path)
-    assert note.startswith("  --moe-aux-loss-coeff 0.5 of seq_aux_loss: has no place there")
+    assert note.startswith(wording("convert/of-seq-aux-loss-has", "--moe-aux-loss-coeff", 0.5))
     config = json.loads((tmp_path / "config.json").read_text())
     assert (config["aux_loss_alpha"], config["seq_aux"]) == (0.25, False)
     [note] = export(kept(replace(LLAMA, qkv_bias=True, window=2, window_layers="10"), vocab_size=128), tmp_path)
@@ -292,7 +293,7 @@ def test_a_bias_of_experts_keeps_its_precision(tmp_path):
 
 def test_training_settings_stand_in_the_config_or_are_said_to_have_no_place(tmp_path):
     assert export(kept(replace(LLAMA, hidden_dropout=0.25), vocab_size=128), tmp_path / "llama") == [
-        "  --hidden-dropout 0.25: they have none, and it matters in training only"
+        wording("convert/they-have-none-and", "--hidden-dropout", 0.25)
     ]
     export(kept(replace(PLAIN, hidden_dropout=0.25, attention_dropout=0.5, init_method_std=0.01)), tmp_path)
     shape = import_hf(tmp_path, 128)[0].shape

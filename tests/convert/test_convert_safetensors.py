@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.wording import wording
 
 from megatron_lite.convert.weights_folder import SafetensorsFile, write_safetensors
 from megatron_lite.errors import CheckpointError
@@ -75,5 +76,5 @@ def damaged(path, content: bytes, said: str = ""):
     with pytest.raises(CheckpointError) as caught:
         SafetensorsFile(path)
     message = str(caught.value)
-    assert message.startswith(f"--load-hf {path}: cannot be read (") and said in message
-    assert message.endswith("; copy or download it again.") and "\n" not in message
+    assert message.startswith(wording("convert/cannot-be-read", "--load-hf", path)) and said in message
+    assert message.endswith(wording("convert/copy-or-download-it")) and "\n" not in message

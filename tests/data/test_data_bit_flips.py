@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from support.data_maker import write_data
+from support.wording import wording
 
 from megatron_lite.data.dataset_check import inspect
 from megatron_lite.data.indexed import HEADER, IndexedDataset
@@ -71,7 +72,7 @@ def test_tokens(tmp_path, vocab_size):
             found = inspect(prefix, vocab_size=vocab_size)
         except DataError as error:
             assert not 0 <= changed < vocab_size
-            assert f"is the id {changed}" in str(error) and str(error).startswith(f"{prefix}.bin: ")
+            assert wording("data/is-id", changed) in str(error) and str(error).startswith(f"{prefix}.bin: ")
         else:
             assert 0 <= changed < vocab_size and found.tokens == len(sound)
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support.data_maker import contents, write_data
 from support.waiting import LIMIT_S, full_disk
+from support.wording import wording
 
 from megatron_lite.data import index_cache
 from megatron_lite.data.blend_order import BlendedDataset
@@ -137,7 +138,7 @@ def test_small_indices_leave_no_file_beside_the_data_and_large_ones_do(indexed, 
     (tmp_path / "corpus").write_text("in the way")  # no mistake: they stay in memory
     assert_same(dataset(indexed, cache), plain)
     said = heard.pop()
-    assert said.startswith("  indices of ") and said.endswith("GPTDataset_indices cannot be written (Not a directory)")
+    assert said.startswith("  indices of ") and said.endswith(wording("data/gptdataset-indices-cannot-be"))
     (tmp_path / "corpus").unlink()
     assert isinstance(dataset(indexed, cache).shuffle_index, np.memmap)
     assert len(list((tmp_path / "corpus" / "cache" / "GPTDataset_indices").iterdir())) == 4
@@ -280,7 +281,7 @@ def test_of_a_huge_entry_blocks_all_over_are_checked_and_reading_meets_most_of_t
                 assert heard or all(damaged[i].min() >= 0 for i in range(len(damaged)))
                 met["at the start" if heard else "another order"] += 1
             except DataError as error:
-                assert str(error).endswith(f"do not fit the data; delete {folder}") and "\n" not in str(error)
+                assert str(error).endswith(wording("data/do-not-fit-data", folder)) and "\n" not in str(error)
                 met["while reading"] += 1
             rewrite(files[name], sound)
     assert met["at the start"] > 10 and met["while reading"] > 60 > met["another order"]
@@ -352,7 +353,7 @@ def test_a_builder_that_hangs_is_not_waited_for_for_ever(indexed, cache, monkeyp
     with open(tmp_path / "kept" / f"{entry.name}.lock", "w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         assert_same(dataset(indexed, cache), dataset(indexed))
-    assert len(heard) == 1 and heard[0].endswith("another process has been writing it for too long; built in memory")
+    assert len(heard) == 1 and heard[0].endswith(wording("data/another-process-has-been"))
 
 
 @pytest.mark.parametrize("taken_again", [True, False])

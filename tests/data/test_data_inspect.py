@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.data_maker import write_data
+from support.wording import wording
 
 from megatron_lite.cli.main import main
 from megatron_lite.data import dataset_check as module
@@ -130,7 +131,7 @@ def test_damaged_ones_are_named_and_the_others_shown(prefix, tmp_path, capsys):
     lines = output.err.splitlines()
     named = [f"{cut}.bin", f"{turned}.idx", f"megatron-lite inspect {tmp_path}/none"]
     assert [line.split(": ")[1] for line in lines] == named
-    assert "document marks go backwards" in lines[1]
+    assert wording("data/document-marks-go-backwards") in lines[1]
 
 
 def test_a_mistake_is_one_line_and_exit_code_2(prefix, capsys):

@@ -9,6 +9,7 @@ import signal
 import pytest
 import torch
 from support.waiting import wait_until
+from support.wording import wording
 
 from megatron_lite.data.gpt_dataset import MockDataset
 from megatron_lite.data.loader import batches
@@ -84,5 +85,5 @@ def test_worker_that_dies():
 def test_a_mistake_found_by_a_worker_stays_one_line(num_workers):
     with pytest.raises(DataError) as caught:
         list(batches(Broken(), [[1]], num_workers=num_workers, pin=False))
-    assert str(caught.value) == "x.bin: is damaged; make it again"
+    assert str(caught.value) == wording("data/x-bin-is-damaged")
     wait_until(lambda: not multiprocessing.active_children())

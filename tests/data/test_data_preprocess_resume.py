@@ -12,6 +12,7 @@ import pytest
 from support.data_maker import contents
 from support.paths import REPO
 from support.waiting import LIMIT_S, full_disk, wait_until
+from support.wording import wording
 
 from megatron_lite.data import resume_state, text_files
 from megatron_lite.data.preprocess import preprocess
@@ -123,10 +124,10 @@ def test_bad_lines_may_be_skipped_later_but_not_refused_later(inputs, whole, tmp
     said, prefix = [], tmp_path / "parts" / "x"
     with pytest.raises(DataError, match="a.jsonl:32: not JSON"):
         run(inputs, prefix, on_error="stop", said=said)
-    assert said == [f"{prefix}: what is done so far is kept; the same command goes on with it"]
+    assert said == [wording("data/what-is-done-so", prefix)]
     with pytest.raises(Interrupted):
         run(inputs, prefix, 5, said=said)
-    assert said[1].startswith(f"{prefix}: goes on after ")
+    assert said[1].startswith(wording("data/goes-on-after", prefix))
     said.clear()
     with pytest.raises(DataError, match="a.jsonl:32: not JSON"):
         run(inputs, prefix, said=said, on_error="stop")
@@ -145,7 +146,7 @@ def test_two_runs_at_once_do_not_mix(inputs, whole, tmp_path):
 
     run(inputs, tmp_path / "parts" / "x", report=another)
     remedy = "wait for that one or choose another output"
-    assert set(refusals) == {f"{tmp_path}/parts/x_text_document: another run is writing it; {remedy}"}
+    assert set(refusals) == {wording("data/parts-x-text-document", tmp_path, remedy)}
     assert contents(tmp_path / "parts") == whole[1]
 
 
@@ -172,7 +173,7 @@ def test_a_disk_that_fills_up_costs_nothing_that_was_done(inputs, whole, tmp_pat
         run(inputs, tmp_path / "parts" / "x")
     assert not [name for name in contents(tmp_path / "parts") if name.endswith((".bin", ".idx"))]
     run(inputs, tmp_path / "parts" / "x", said=said)
-    assert "goes on after" in said[0] and contents(tmp_path / "parts") == whole[1]
+    assert wording("data/goes-on-after-2") in said[0] and contents(tmp_path / "parts") == whole[1]
 
 
 SLOWLY = """
@@ -225,5 +226,5 @@ def test_kill_9_at_any_moment(tmp_path):
         killed.send_signal(signal.SIGKILL)
         assert killed.wait() == -signal.SIGKILL and state.exists()
     last = started("fast", tmp_path / "parts" / "x")
-    assert "goes on after" in last.communicate(timeout=LIMIT_S)[1] and last.returncode == 0
+    assert wording("data/goes-on-after-2") in last.communicate(timeout=LIMIT_S)[1] and last.returncode == 0
     assert contents(tmp_path / "parts") == contents(tmp_path / "whole")

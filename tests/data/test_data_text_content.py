@@ -10,6 +10,7 @@ import zipfile
 
 import pytest
 import zstandard
+from support.wording import wording
 
 from megatron_lite.cli.main import main
 from megatron_lite.data.compression import list_file_kinds
@@ -78,14 +79,14 @@ def test_compression_is_known_by_its_first_bytes(tmp_path, ending):
     assert len(documents) == 9 and said == []
     for name in ("part-0001", "a.jsonl", "a.jsonl.gz" if ending != ".gz" else "a.jsonl.bz2"):
         documents, said = read(write(tmp_path, name, packed))
-        assert len(documents) == 9 and "by its content" in said[0]
+        assert len(documents) == 9 and wording("data/by-its-content") in said[0]
     with pytest.raises(DataError, match="cannot be read|damaged"):
         read(write(tmp_path, f"cut.jsonl{ending}", packed[:-5]))
 
 
 def test_what_is_not_compressed_is_read_as_it_is(tmp_path):
     documents, said = read(write(tmp_path, "a.jsonl.gz", LINES))
-    assert len(documents) == 9 and len(said) == 1 and "is not compressed" in said[0]
+    assert len(documents) == 9 and len(said) == 1 and wording("data/is-not-compressed") in said[0]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
@@ -213,7 +214,7 @@ def test_a_pattern_that_no_shell_expanded(tmp_path, capsys):
     assert [BYTES.decode(indexed.tokens(i)[:-1]) for i in range(2)] == ["a.jsonl", "b.jsonl"]
     assert "2 files" in capsys.readouterr().err
     assert main([*argv, f"{tmp_path}/*.txt"]) == 2
-    assert "no file fits this pattern" in capsys.readouterr().err
+    assert wording("data/no-file-fits-this") in capsys.readouterr().err
 
 
 def test_inspect_says_that_documents_are_json(tmp_path, capsys):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.odd_texts import PROSE, texts
+from support.wording import wording
 
 from megatron_lite.cli.main import main
 from megatron_lite.data import byte_pairs
@@ -86,7 +87,7 @@ def test_a_model_without_end_of_sentence_has_no_end_of_document(folder, tmp_path
     argv = f"preprocess --input {tmp_path}/a.txt --output-prefix {tmp_path}/x --tokenizer-model {model}".split()
     argv += ["--tokenizer-type", "SentencePieceTokenizer"]
     assert main([*argv, "--append-eod"]) == 2
-    assert capsys.readouterr().err.startswith("error: --append-eod: this tokenizer has no end-of-document token; leave")
+    assert capsys.readouterr().err.startswith(wording("data/error-this-tokenizer-has", "--append-eod"))
     assert main(argv) == 0
 
 
@@ -265,7 +266,7 @@ def test_folders_without_a_tokenizer(tmp_path, kind):
         make_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
     said = str(caught.value)
     assert said.startswith(f"--tokenizer-model {tmp_path}: {why}") and "\n" not in said
-    assert said.endswith("; give a folder that save_pretrained wrote, or a name on the hub")
+    assert said.endswith(wording("data/give-folder-that-save"))
 
 
 @pytest.mark.parametrize("way", ["offline", "unreachable"])
@@ -300,4 +301,4 @@ def test_commands_take_the_same_flags(tmp_path, json_file, model_file, hf_folder
         capsys.readouterr()
         assert main(["inspect", f"{tmp_path}/x_text_document", *flags]) == 0
         shown = capsys.readouterr().out
-        assert "the old cat" in shown and f"1 of 1 documents end with {ids[-1]}" in shown
+        assert "the old cat" in shown and wording("data/of-documents-end-with", 1, 1, ids[-1]) in shown

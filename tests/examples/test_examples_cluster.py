@@ -12,6 +12,7 @@ import yaml
 from support.example_runs import OURS, SLURM, TINY, read_tracker
 from support.paths import REPO
 from support.waiting import LIMIT_S
+from support.wording import wording
 
 from megatron_lite.config.command_line import read_command_line
 
@@ -61,7 +62,7 @@ def test_a_slurm_job_whose_time_is_over_is_queued_again_and_ends(slurm, places):
         out, _ = job.communicate(timeout=LIMIT_S)
     finally:
         job.kill()
-    assert job.returncode == 0 and "exiting program after receiving SIGUSR1" in out, out
+    assert job.returncode == 0 and wording("examples/exiting-program-after-receiving") in out, out
     queue = Path(slurm["QUEUE"])
     assert queue.read_text() == f"requeue {os.getpid()}\n"
     done = read_tracker(places[0])

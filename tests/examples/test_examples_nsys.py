@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from support.paths import REPO
 from support.waiting import LIMIT_S
+from support.wording import wording
 
 SCRIPT = Path("examples", "gpt3", "train_gpt3_857m_distributed.sh")
 NSYS_2022 = [
@@ -173,8 +174,7 @@ def test_options_that_this_nsys_lacks_are_left_out_with_a_word(desk):
     desk.nsys(["-c, --capture-range=", "--kill=", "--nvtx-capture-not="])
     run = desk.start()
     assert (
-        "note: NVIDIA Nsight Systems version 2022.4 does not know --capture-range-end=stop --nvtx-capture=profile "
-        "--cpuctxsw=none; left out\n"
+        wording("examples/note-nvidia-nsight-systems", 2022.4, "--capture-range-end", "--nvtx-capture", "--cpuctxsw")
     ) in run.stdout
     assert got(run) == ["-t", "--capture-range=nvtx", "-s", "--kill=none", "-o"]
 
@@ -188,7 +188,7 @@ def test_on_gpus_cudas_own_range_is_waited_for(desk):
     assert got(desk.start(gpu=True, NSYS_BACKTRACES="1"))[6:8] == ["--cudabacktrace=all", "--python-backtrace=cuda"]
     desk.nsys(NSYS_2022)
     run = desk.start(gpu=True, NSYS_BACKTRACES="1")
-    assert "does not know --cudabacktrace=all --python-backtrace=cuda; left out\n" in run.stdout
+    assert wording("examples/does-not-know-all", "--cudabacktrace", "--python-backtrace") in run.stdout
     assert not any("backtrace" in option for option in got(run))
 
 
@@ -196,7 +196,7 @@ def test_torch_profiler_gives_way_and_other_words_stay_as_they_are(desk):
     desk.nsys()
     odd, torchs = "two words $HOME 100%", "--use-pytorch-profiler"
     run = desk.start("--", torchs, "--run-dir", odd, "--bf16", torchs)
-    assert run.stdout.count(f"note: {torchs} left out: with --nsys, Nsight Systems is the profiler\n") == 2
+    assert run.stdout.count(wording("examples/note-left-out-with", torchs, "--nsys")) == 2
     words = run.stdout.splitlines()
     assert torchs not in words and words[words.index("--run-dir") :][1:3] == [odd, "--bf16"]
     assert words[words.index("--save") + 1] == str(desk.inputs[0]) and "--profile" in words
@@ -240,10 +240,7 @@ def test_each_node_and_job_has_a_report_of_its_own(desk):
     ):
         run = desk.start("--", "--profile-ranks", "-1", REPORT=report, **environment)
         assert run.returncode == 0, run.stderr
-        assert (
-            f"Nsight Systems report: {desk.reports}/gpt3_857m_{name}.nsys-rep (steps 4-5, 3 ranges, no kernels; "
-            "rank 0 of 2, window: steps 4-5 of this run)\n"
-        ) in run.stdout
+        assert (wording("examples/nsight-systems-report-gpt", desk.reports, name, 4, 5, 3, 0, 2, 4, 5)) in run.stdout
     assert len(list(desk.reports.iterdir())) == 4
     run = desk.start(REPORT=report, SLURM_JOB_ID="")
     assert re.search(r"gpt3_857m_\d{8}-\d{6}_node0\.nsys-rep \(", run.stdout)
@@ -254,14 +251,14 @@ def test_a_report_that_was_not_imported_is(desk):
     report = str(desk.report("step 7"))
     run = desk.start(REPORT=report)
     assert run.returncode == 3
-    assert "node0.qdstrm, not imported: there is no QdstrmImporter here; on a machine" in run.stderr
+    assert wording("examples/node-qdstrm-not-imported") in run.stderr
     desk.tool("host-linux-x64/QdstrmImporter", 'echo "cannot read it"; exit 1')
     run = desk.start(REPORT=report)
-    assert run.returncode == 3 and "QdstrmImporter could not import: cannot read it; its whole log is" in run.stderr
+    assert run.returncode == 3 and wording("examples/qdstrmimporter-could-not-import") in run.stderr
     desk.tool("host-linux-x64/QdstrmImporter", '[[ $1 == -i ]] && cp "$2" "${2%.qdstrm}.nsys-rep"')
     run = desk.start(REPORT=report)
     assert run.returncode == 0, run.stderr
-    assert f"{desk.reports}/gpt3_857m_job17_node0-3.nsys-rep (step 7, 1 ranges, no kernels)\n" in run.stdout
+    assert wording("examples/gpt-m-job-node", desk.reports, 7, 1) in run.stdout
     assert not list(desk.reports.glob("*node0-3.qdstrm"))
 
 
@@ -289,10 +286,10 @@ def test_an_nsys_that_stumbles_at_its_start_is_started_again(desk):
     (desk.tools / "stumble").touch()
     run = desk.start(REPORT=str(desk.report("step 3")), STUMBLE=str(desk.tools / "stumble"))
     assert run.returncode == 0 and run.stdout.splitlines().count("--profile") == 1  # training began once
-    assert run.stderr.count("note: nsys failed before training began (exit code 1, attempt 1 of 3)") == 1
+    assert run.stderr.count(wording("examples/note-nsys-failed-before", 1, 1, 3)) == 1
     run = desk.start(BROKEN="1")
     assert run.returncode == 4 and "--profile" not in run.stdout.splitlines()
-    assert "(exit code 4, attempt 3 of 3)" in run.stderr and "no Nsight Systems report: the run failed" in run.stderr
+    assert "(exit code 4, attempt 3 of 3)" in run.stderr and wording("examples/no-nsight-systems-report") in run.stderr
     assert not desk.start(TRAINER="7").stderr.count("attempt")  # a training that fails is not started again
 
 
@@ -301,7 +298,7 @@ def test_secrets_that_are_in_a_report_all_the_same_are_named(desk):
     environment = "HOME=/root\0SOME_API_KEY=hunter2\0UCX_IB_PKEY=0x1\0TOKENIZERS_PARALLELISM=false\0EMPTY_TOKEN=\0my_password=hunter2"
     run = desk.start(REPORT=str(desk.report("step 3", environment, "TOKEN=in a range")))
     assert run.returncode == 0 and "hunter2" not in run.stdout
-    assert "\n  it holds SOME_API_KEY, my_password from the environment of processes here: look before" in run.stdout
+    assert wording("examples/it-holds-some-api") in run.stdout
 
 
 def test_what_a_report_holds_is_counted(tmp_path):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.paths import REPO
+from support.wording import wording
 
 from megatron_lite.cli import watched_shell
 from megatron_lite.cli.launch_script import read_launch_script
@@ -172,8 +173,8 @@ def test_our_own_script_is_read_whatever_it_is_given(monkeypatch):
     watched = read_launch_script(OUR_SCRIPT, [*files, "--nsys", "--", "--train-iters", "500"])
     assert watched.ranks.size == 4 and watched.under_nsys
     assert watched.flags[-2:] == ("--train-iters", "500") and "--use-pytorch-profiler" not in watched.flags
-    assert "VOCAB is missing; give all of CKPT TB VOCAB MERGES DATA" in said(OUR_SCRIPT, "CKPT", "TB")
-    assert "--lr is not an option of this script" in said(OUR_SCRIPT, "--lr", "1")
+    assert wording("examples/vocab-is-missing-give") in said(OUR_SCRIPT, "CKPT", "TB")
+    assert wording("examples/is-not-option-of", "--lr") in said(OUR_SCRIPT, "--lr", "1")
 
 
 def test_a_script_in_megatrons_form(script):
@@ -290,16 +291,16 @@ def test_a_script_that_starts_no_training_is_one_line(script, text, answer):
 def test_a_script_that_waits_is_left(script, monkeypatch):
     os.mkfifo("fifo")
     monkeypatch.setattr(watched_shell, "MAX_SCRIPT_SECONDS", 0.3)
-    assert "still waits for something after 0.3 s" in said(script("read -r x <fifo\n"))
+    assert wording("examples/still-waits-for-something", 0.3) in said(script("read -r x <fifo\n"))
 
 
 def test_what_cannot_be_read_is_one_line(script, monkeypatch):
-    assert said("no/such.sh") == "no/such.sh: cannot be read (No such file or directory); check the path."
-    assert "launch.sh: cannot be given to bash (no text)" in said(script("torchrun\0pretrain_gpt.py\n"))
-    assert "launch.sh: cannot be read (more than 1 MiB" in said(script("x" * 3_000_000))
+    assert said("no/such.sh") == wording("examples/no-such-sh-cannot")
+    assert wording("examples/launch-sh-cannot-be") in said(script("torchrun\0pretrain_gpt.py\n"))
+    assert wording("examples/launch-sh-cannot-be-read", 1) in said(script("x" * 3_000_000))
     name = script("torchrun pretrain_gpt.py\n")
     monkeypatch.setenv("PATH", "")
-    assert said(name) == "launch.sh: there is no bash here to read it; give the trainer's flags themselves."
+    assert said(name) == wording("examples/launch-sh-there-is")
 
 
 def test_startup_files_of_the_user_are_not_run(script, monkeypatch):
@@ -361,7 +362,7 @@ def test_every_process_is_ended(script, job, tmp_path, monkeypatch):
     name = script(f"{job} &\ntorchrun pretrain_gpt.py --a\n")
     assert read_launch_script(name, []).flags == ("--a",)
     assert of_session_of(tmp_path) == []
-    assert "(message of the script, exit code 3)" in said(script(f"{job} &\necho no; exit 3\n"))
+    assert wording("examples/message-of-script-exit", 3) in said(script(f"{job} &\necho no; exit 3\n"))
     assert of_session_of(tmp_path) == []
 
     def interrupt(*given):
@@ -377,7 +378,7 @@ def test_what_a_script_prints_is_kept_up_to_a_limit(script, monkeypatch):
     """Of 40 MB in one command only the end, as a refusal stands there."""
     tracemalloc.start()
     name = script("printf '%040000000d\\n' 1; echo the end; exit 1\n")
-    assert "the end (message of the script, exit code 1)" in said(name)
+    assert wording("examples/end-message-of-script", 1) in said(name)
     assert tracemalloc.get_traced_memory()[1] < 4e6
     tracemalloc.stop()
 

@@ -13,6 +13,7 @@ from support.nsys_report import NSYS, Report, why_not
 from support.paths import REPO
 from support.traces import steps_of
 from support.waiting import LIMIT_S
+from support.wording import wording
 
 PHASES = {"data", "data_to_device", "forward", "backward", "grad_sync", "unscale", "clip_grad", "optimizer_step", "log"}
 TRAINER = """
@@ -79,9 +80,11 @@ def place(tmp_path_factory) -> Place:
 
 def test_one_rank(place):
     said, report = place.train("--use-pytorch-profiler")
-    assert report.steps == [["step 3", "step 4"]] and report.marks == ["rank 0 of 1, window: steps 3-4 of this run"]
+    assert report.steps == [["step 3", "step 4"]] and report.marks == [
+        wording("examples/rank-of-window-steps", 0, 1, 3, 4)
+    ]
     assert report.phases("step 3") == report.phases("step 4") == PHASES
-    assert "marked for Nsight Systems: steps 3-4 of this run, rank 0" in said
+    assert wording("examples/marked-for-nsight-systems", 3, 4, 0) in said
     # and nsys did not end it
     assert "note: --use-pytorch-profiler left out" in said and "iteration        8/       8" in said
     assert f"Nsight Systems report: {report.path} (steps 3-4, " in said
@@ -96,10 +99,15 @@ def test_one_rank(place):
 
 def test_two_ranks(place):
     _, report = place.train("--profile-ranks", "1", ranks=2)
-    assert report.steps == [["step 3", "step 4"]] and report.marks == ["rank 1 of 2, window: steps 3-4 of this run"]
+    assert report.steps == [["step 3", "step 4"]] and report.marks == [
+        wording("examples/rank-of-window-steps", 1, 2, 3, 4)
+    ]
     _, report = place.train("--profile-ranks", "-1", "--log-interval", "8", ranks=2, SLOW_RANK="1")
     assert report.steps == [["step 3", "step 4"]] * 2
-    assert report.marks == ["rank 0 of 2, window: steps 3-4 of this run", "rank 1 of 2, window: steps 3-4 of this run"]
+    assert report.marks == [
+        wording("examples/rank-of-window-steps", 0, 2, 3, 4),
+        wording("examples/rank-of-window-steps", 1, 2, 3, 4),
+    ]
     texts = [text for text, *_ in report.events]
     assert texts.count("optimizer_step") == 4 and texts.count("log") == 4  # the slow rank lost nothing of its end
 
@@ -108,24 +116,24 @@ def test_a_resumed_run(place):
     place.train("--exit-interval", "4", save="resumed")
     said, report = place.train("--override-opt_param-scheduler", save="resumed")
     assert report.steps == [["step 3", "step 4"]]
-    assert report.marks == ["rank 0 of 1, window: steps 3-4 of this run = iterations 7-8"]
-    assert "; rank 0 of 1, window: steps 3-4 of this run = iterations 7-8)" in said
+    assert report.marks == [wording("examples/rank-of-window-steps-of", 0, 1, 3, 4, 7, 8)]
+    assert wording("examples/rank-of-window-steps-of-this", 0, 1, 3, 4, 7, 8) in said
 
 
 def test_a_run_that_ends_inside_the_window(place):
     said, report = place.train("--exit-interval", "4", window=(3, 9))
-    assert report.steps == [["step 3", "step 4"]] and "marked for Nsight Systems: steps 3-4 of this run" in said
+    assert report.steps == [["step 3", "step 4"]] and wording("examples/marked-for-nsight-systems-steps", 3, 4) in said
 
 
 def test_an_exception_inside_the_window(place):
     said, report = place.train(code=1, window=(3, 7), FAIL_AT="5")
-    assert "the wheels came off" in said
+    assert wording("examples/wheels-came-off") in said
     assert report.steps == [["step 3", "step 4", "step 5"]]  # the last one, in which it failed, is there too
 
 
 def test_a_window_that_is_not_reached(place):
     said, report = place.train(code=3, window=(50, 52))
-    assert report is None and "no Nsight Systems report, though nsys ended with exit code 0" in said
+    assert report is None and wording("examples/no-nsight-systems-report-though", 0) in said
 
 
 def test_a_request_before_the_window_is_torchs_and_the_window_is_nsyss(place):
@@ -135,4 +143,4 @@ def test_a_request_before_the_window_is_torchs_and_the_window_is_nsyss(place):
     said, report = place.train(window=(20, 22), iterations=24)
     assert report.steps == [["step 20", "step 21"]]  # nsys collects once: the request must not have used that up
     first, second = steps_of(board)
-    assert second == first + 1 < 20 and f"taken: profiling steps {first}-{second} of this run" in said
+    assert second == first + 1 < 20 and wording("examples/taken-profiling-steps-of", first, second) in said

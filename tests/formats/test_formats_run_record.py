@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from support.command_lines import plan as resolved_plan
 from support.paths import REPO
+from support.wording import wording
 
 from megatron_lite.analysis.run.read_record import convert_sound, read_record
 from megatron_lite.config.shape import ModelShape
@@ -100,7 +101,7 @@ def test_damage_is_one_note(tmp_path):
     (tmp_path / RUN_FILE).write_text(json.dumps(damaged))
     record, [note] = read_record(tmp_path)
     assert record.plan == run_record.PlanRecord() and "\n" not in note
-    assert note.startswith("run.json is damaged, and what is damaged counts as unknown: plan.world.size: Expected")
+    assert note.startswith(wording("formats/run-json-is-damaged"))
     assert note.endswith("; and 1 more.")
 
 
@@ -125,4 +126,4 @@ def test_a_renamed_field_is_a_type_error(tmp_path):
     reader = package / "analysis" / "run_facts.py"
     words = [sys.executable, "-m", "mypy", "--strict", "--follow-imports", "silent", str(reader)]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and '"Hardware" has no attribute "memory_bytes"' in done.stdout
+    assert done.returncode == 1 and wording("formats/hardware-has-no-attribute") in done.stdout

@@ -15,6 +15,7 @@ if DEVICE is None:
 
 from support.launch import REPO
 from support.snapshots import read_snapshot
+from support.wording import wording
 
 from benchmarks.training.process import environment_of
 
@@ -72,9 +73,9 @@ def explained(tmp_path_factory) -> Explained:
 
 
 def test_the_run_says_what_it_recorded(explained):
-    assert "profiled steps 5-8 of this run, rank 0" in explained.said, explained.said
-    assert "events of steps 5-8 of this run, peak " in explained.said, explained.said
-    assert "trace of rank 0:" not in explained.said  # what it would complain of: no kernel, missing steps
+    assert wording("instruments/profiled-steps-of-this-run-rank", 5, 8, 0) in explained.said, explained.said
+    assert wording("gpu/events-of-steps-of", 5, 8) in explained.said, explained.said
+    assert wording("gpu/trace-of-rank", 0) not in explained.said  # what it would complain of: no kernel, missing steps
 
 
 def test_the_report_reads_the_trace(explained, record_property):
@@ -114,7 +115,7 @@ def test_memory_that_runs_out_ends_in_five_lines_and_a_dump(tmp_path):
     words = [*GPT.split(), *TOO_MUCH.split(), "--memory-snapshot-path", tmp_path / "s.pickle"]
     run = started("pretrain_gpt.py", *words, "--run-dir", tmp_path / "run")
     output = run.stdout + run.stderr
-    assert run.returncode == 1 and "error: out of memory on rank 0" in output and "Traceback" not in output, output
+    assert run.returncode == 1 and wording("gpu/error-out-of-memory", 0) in output and "Traceback" not in output, output
     assert "  would help: " in output and "  held by: " in output, output
     dump = tmp_path / "s_oom_rank0.pickle"
     keep(dump, "out_of_memory.pickle")

@@ -11,6 +11,7 @@ if not torch.cuda.is_available():
 
 from support.launch import flags, losses, train
 from support.snapshots import protocol, read_snapshot
+from support.wording import wording
 
 from megatron_lite.config.world import World
 from megatron_lite.instruments.base import Instrument
@@ -67,7 +68,9 @@ def recorded(tmp_path_factory):
 def test_the_file_holds_window_peak_phases_modules_and_stacks(recorded):
     folder, snapshot, lines, requested = recorded
     assert (
-        protocol(folder / "m" / "s.pickle") == 4 and len(lines) == 1 and " of steps 3-4 of this run, peak " in lines[0]
+        protocol(folder / "m" / "s.pickle") == 4
+        and len(lines) == 1
+        and wording("gpu/of-steps-of-this", 3, 4) in lines[0]
     )
     # what backward's thread allocates before the first module's hook, a few scalars, has none in its first step
     tags = {event["user_metadata"] for event in snapshot["device_traces"][0] if event["action"] == "alloc"} - {""}
@@ -99,7 +102,7 @@ def test_memory_that_really_runs_out_is_explained(tmp_path):
         torch.cuda.set_per_process_memory_fraction(1.0)
         torch.cuda.empty_cache()
     said = out.getvalue()[out.getvalue().index("error: ") :].splitlines()
-    assert said[0].startswith("error: out of memory on rank 0, ") and "--micro-batch-size 32 instead" in said[3]
+    assert said[0].startswith(wording("gpu/error-out-of-memory-on", 0)) and "--micro-batch-size 32 instead" in said[3]
     snapshot = read_snapshot(tmp_path / "s_oom_rank0.pickle")
     assert any(event["action"] == "oom" for event in snapshot["device_traces"][0])
     assert [path.name for path in tmp_path.glob("*.pickle")] == ["s_oom_rank0.pickle"]

@@ -17,6 +17,7 @@ if not torch.cuda.is_available():
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from support.launch import plan_of
+from support.wording import wording
 
 from megatron_lite.config.world import World
 from megatron_lite.instruments.base import Instruments, Window
@@ -46,7 +47,7 @@ def test_the_profiler_starts_and_stops_around_the_window(monkeypatch):
                 (weight @ weight).sum().backward()
                 calls.append(step)
     assert calls == [1, "start", 2, 3, "stop", 4]
-    assert words == ["marked for Nsight Systems: steps 2-3 of this run, rank 0"]
+    assert words == [wording("examples/marked-for-nsight-systems", 2, 3, 0)]
 
 
 @pytest.mark.skipif(shutil.which("nsys") is None, reason="no nsys here")
@@ -64,7 +65,7 @@ def test_a_report_holds_the_steps_and_their_kernels(tmp_path, extra):
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
-    assert done.returncode == 0 and "steps 5-6 of this run, rank 0" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and wording("gpu/steps-of-this-run", 5, 6, 0) in done.stdout, done.stdout + done.stderr
     if not report.with_suffix(".nsys-rep").exists():
         pytest.skip("this nsys has no importer")
     subprocess.run(

@@ -15,6 +15,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 from support.launch import steps, train
+from support.wording import wording
 
 from megatron_lite.config.world import World
 
@@ -45,7 +46,7 @@ def events(folder: Path) -> list[dict]:
 def test_every_profiled_step_has_its_kernels(tmp_path, first):
     """Also the first step of a run, before which there is none to get ready in."""
     said = profiled(f"--train-iters {first + 4} --profile-step-start {first} --profile-step-end {first + 3}", tmp_path)
-    assert not any("trace of rank" in text for text in said), said
+    assert not any(wording("instruments/trace-of-rank") in text for text in said), said
     found = events(tmp_path)
     spans = [e for e in found if e.get("ph") == "X" and e.get("cat") == "user_annotation"]
     marks = sorted((e for e in spans if re.fullmatch(r"ProfilerStep#\d+", e["name"])), key=lambda e: e["ts"])
@@ -105,7 +106,9 @@ def test_losses_are_the_same_and_steps_after_the_window_as_fast_as_before(tmp_pa
 def test_a_run_that_ends_before_the_window_leaves_no_profiler_on(tmp_path):
     # step 4, in which the profiler gets ready, is the run's last one
     said = profiled("--train-iters 9 --exit-interval 4 --profile-step-start 5 --profile-step-end 7", tmp_path)
-    assert not list(tmp_path.glob("*.trace.json*")) and any("was never reached" in text for text in said)
+    assert not list(tmp_path.glob("*.trace.json*")) and any(
+        wording("instruments/was-never-reached") in text for text in said
+    )
     assert not torch.autograd._profiler_enabled()
     with contextlib.suppress(FileNotFoundError):
         assert not list((tmp_path / "chakra").iterdir())

@@ -18,6 +18,7 @@ from support.launch import (
 )
 from support.snapshots import PLAIN, live_at_each_moment, live_blocks, protocol, read_snapshot, trace, types_in
 from support.waiting import full_disk
+from support.wording import wording
 from torch.cuda import _memory_viz
 
 from megatron_lite.errors import UserError
@@ -89,7 +90,7 @@ def test_the_window_is_in_it_and_nothing_else(plain):
     inside = [f"{a['name']} {a['stage']}" for a in steps]
     assert inside == ["step 3 START", "step 3 END", "step 4 START", "step 4 END"]
     assert steps[0]["time_us"] <= trace(snapshot)[0]["time_us"] <= trace(snapshot)[-1]["time_us"]
-    assert f"holds {len(trace(snapshot)):,} events of steps 3-4 of this run, peak " in line
+    assert wording("instruments/holds-events-of-steps", f"{len(trace(snapshot)):,}", 3, 4) in line
 
 
 def test_weights_and_optimizer_states_are_known_to_the_byte_and_by_their_code(plain):
@@ -216,7 +217,7 @@ def test_a_window_asked_for_later_has_a_file_of_its_own(tmp_path):
         allocated = [event for event in trace(read_snapshot(tmp_path / name)) if event["action"] == "alloc"]
         made = [(event["user_metadata"], event["size"]) for event in allocated]
         assert made == [(f"step {step}/forward", 4 * step) for step in steps]
-    assert len(said) == 2 and "steps 8-9 of this run" in said[1]
+    assert len(said) == 2 and wording("instruments/steps-of-this-run", 8, 9) in said[1]
 
 
 def test_each_of_several_ranks_has_its_file(tmp_path):
@@ -248,7 +249,7 @@ def test_a_small_ring_keeps_the_newest_events_and_all_stacks_of_weights(tmp_path
     snapshot, line = recorded(tmp_path, f"--profile-step-end 6 --memory-history-events {kept}")
     assert count(snapshot) == kept and len(list(live_at_each_moment(snapshot))) == len(trace(snapshot))
     assert f" events of {words}, peak " in line
-    assert "earlier ones were dropped, raise --memory-history-events to keep them" in line
+    assert wording("instruments/earlier-ones-were-dropped", "--memory-history-events") in line
     assert category_sizes(snapshot) == category_sizes(plain[1])
     assert all(piece.frames for piece in list_held_memory(snapshot))
 
@@ -259,7 +260,7 @@ def test_a_full_disk_costs_the_file_only(tmp_path, plain):
         _, out = quietly(argv, tmp_path / "run")
     lines = [line for line in out.splitlines() if "memory" in line]
     lost = f"--memory-snapshot-path: {tmp_path / 's.pickle'} could not be written (File too large) and is lost; "
-    assert lines == [lost + "training goes on."]
+    assert lines == [lost + wording("instruments/training-goes-on")]
     assert losses(tmp_path / "run") == losses(plain[0] / "run") and [p.name for p in tmp_path.iterdir()] == ["run"]
 
 
@@ -275,7 +276,7 @@ def test_a_tracker_that_fails_says_so_and_training_goes_on(tmp_path, plain, monk
 
     monkeypatch.setattr(Stacks, "capture", failing)
     _, line = recorded(tmp_path)
-    assert line.count("recording stopped early: no stack") == 1
+    assert line.count(wording("instruments/recording-stopped-early-no")) == 1
     assert losses(tmp_path / "run") == losses(plain[0] / "run")
 
 

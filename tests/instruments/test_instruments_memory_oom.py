@@ -11,6 +11,7 @@ from support.launch import ALONE, environment, flags, plan_of
 from support.paths import REPO
 from support.snapshots import live_at_each_moment, protocol, read_snapshot, trace
 from support.waiting import LIMIT_S
+from support.wording import wording
 
 from megatron_lite.config.world import World
 from megatron_lite.instruments.base import Instruments, Window
@@ -176,14 +177,17 @@ def test_a_gpu_records_from_the_start_and_its_file_holds_the_window(tmp_path, al
     assert protocol(tmp_path / "new" / "s.pickle") == 4 and written["device_traces"] == real["device_traces"]
     names = [a["name"] for a in written["external_annotations"]]
     assert "step 4" in names and "Optimizer.step#AdamW.step" in names  # ours beside torch's own
-    assert len(said) == 1 and f"holds {len(trace(real)):,} events of steps 3-4 of this run, peak 22.5" in said[0]
+    assert (
+        len(said) == 1
+        and wording("instruments/holds-events-of-steps-of", f"{len(trace(real)):,}", 3, 4, 22.5) in said[0]
+    )
 
 
 def test_a_gpu_writes_at_the_runs_last_step_before_all_is_freed(tmp_path, allocator):
     watching, said = on_gpu(f"--train-iters 6 {RECORD} {tmp_path}/s.pickle", range(5, 9))
     with watching:
         run_steps(watching, 6)
-        assert (tmp_path / "s.pickle").exists() and " of steps 5-6 of this run, " in said[0]
+        assert (tmp_path / "s.pickle").exists() and wording("instruments/of-steps-of-this", 5, 6) in said[0]
     assert len(said) == 1
 
 
@@ -206,7 +210,7 @@ def test_a_gpu_rank_that_runs_out_explains_itself(tmp_path, allocator, observed)
 
     said, error = run_out_on_gpu(f"--micro-batch-size 4 {RECORD} {tmp_path}/s.pickle", *[fail] * observed)
     asked = "3.00 GiB were" if observed else "an unknown amount was"
-    assert said[0].startswith(f"error: out of memory on rank 0, forward of step 1: {asked} asked for; tensors hold ")
+    assert said[0].startswith(wording("instruments/error-out-of-memory", 0, 1, asked))
     assert said[0].endswith(" GiB, 25.00 GiB are reserved, 2.00 GiB of 80.00 GiB are free") and len(said) == 5
     assert EXPANDABLE in said[3] and said[4].startswith(f"  snapshot: {file};") and error.explained == said
     assert list(tmp_path.iterdir()) == [file]
@@ -222,11 +226,11 @@ def test_shortages_that_somebody_caught_are_mentioned_once_and_the_last_is_expla
             allocator.observers[0](0, GIB, 80 * GIB, 0)
         run_steps(watching, 5)
     [line] = [text for text in said if "out of memory" in text]
-    assert not line.startswith("error") and "; the run went on. snapshot: " in line
+    assert not line.startswith("error") and wording("instruments/run-went-on-snapshot") in line
     fail = [lambda: allocator.observers[1](0, 3 * GIB, 80 * GIB, 2 * GIB)] * 6
     said, _ = run_out_on_gpu(f"{RECORD} {tmp_path}/s.pickle", *fail)
-    assert said[0].startswith("error: out of memory on rank 0, forward of step 1: 3.00 GiB were asked for")
-    assert said[4] == f"  snapshot: {tmp_path / 's_oom_rank0.pickle'} is of an earlier failure; a run writes at most 3"
+    assert said[0].startswith(wording("instruments/error-out-of-memory-on", 0, 1, "3.00"))
+    assert said[4] == wording("instruments/snapshot-is-of-earlier", tmp_path / "s_oom_rank0.pickle", 3)
 
 
 def test_segments_that_can_grow_are_not_advised_twice(tmp_path, monkeypatch, real):
@@ -241,7 +245,7 @@ def test_an_explanation_that_fails_takes_nothing_with_it(tmp_path, allocator, mo
 
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", broken)
     said, _ = run_out_on_gpu(f"{RECORD} {tmp_path}/s.pickle")
-    assert said == ["error: out of memory on rank 0, forward of step 1; why could not be found out: no snapshot"]
+    assert said == [wording("instruments/error-out-of-memory-on-rank", 0, 1)]
 
 
 def test_a_gpu_rank_that_does_not_record_explains_itself_too(monkeypatch, real):
@@ -253,10 +257,10 @@ def test_a_gpu_rank_that_does_not_record_explains_itself_too(monkeypatch, real):
     allocator = Allocator(monkeypatch, no_history)
     said, _ = run_out_on_gpu("")
     assert len(said) == 5 and allocator.calls == []
-    assert said[1] == "  held by: 885 tensors; what they are is known with --record-memory-history"
+    assert said[1] == wording("instruments/held-by-tensors-what", 885, "--record-memory-history")
     assert re.fullmatch(r"  largest: [\d.]+ MiB( x \d+)?; [\d.]+ MiB( x \d+)?; [\d.]+ MiB( x \d+)?", said[2])
     assert EXPANDABLE in said[3]
-    assert said[4] == "  snapshot: none; --record-memory-history writes one, with the code that allocated each tensor"
+    assert said[4] == wording("instruments/snapshot-none-writes-one", "--record-memory-history")
 
 
 def test_cpu_ranks_that_do_not_record_are_left_alone():
@@ -302,7 +306,7 @@ def test_what_is_advised_tells_the_peak_that_it_leads_to():
 
     for unknown in (fail, None):  # whatever happens in there must not hide the error
         told = list_remedies(plan, unknown, {HELD_ACTIVATIONS: 9}, asked=1, unused=0)
-        assert told[0].endswith("with the same --global-batch-size")
+        assert told[0].endswith(wording("instruments/with-same", "--global-batch-size"))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from support.launch import DROPOUT, Interrupts, flags, losses, plan_of, quietly
 from support.waiting import LIMIT_S
+from support.wording import wording
 
 from megatron_lite.config.world import World, read_world
 from megatron_lite.instruments import nsys_range
@@ -87,11 +88,11 @@ def test_the_window_holds_its_steps_and_their_phases_and_changes_nothing(notes, 
     argv = flags("--train-iters 7", *DROPOUT)
     said = profiled([*argv, *WINDOW.split()], tmp_path / "on")
     assert notes.step_names() == ["step 3", "step 4"] and notes.stack == []
-    assert notes.said[:2] == [CAPTURE, "mark rank 0 of 1, window: steps 3-4 of this run"]
+    assert notes.said[:2] == [CAPTURE, wording("instruments/mark-rank-of-window", 0, 1, 3, 4)]
     assert notes.said[-1] == f"end of {CAPTURE}"
     for step in ("step 3", "step 4"):
         assert {said.split("/")[2] for said in notes.said if said.startswith(f"profile/{step}/")} == PHASES
-    assert said == ["marked for Nsight Systems: steps 3-4 of this run, rank 0"]
+    assert said == [wording("examples/marked-for-nsight-systems", 3, 4, 0)]
     quietly(argv, tmp_path / "off")
     assert losses(tmp_path / "on") == losses(tmp_path / "off")
 
@@ -100,8 +101,8 @@ def test_runs_that_resume_or_end_or_fail_inside_the_window_leave_no_range_open(n
     said, window, profile = [], Window(range(3, 5)), plan_of(flags(WINDOW)).args.profile
     window.started_at = 4
     run_steps(NsysRange(window, profile, UNDER_NSYS, said.append), 5)
-    assert notes.said[1] == "mark rank 0 of 1, window: steps 3-4 of this run = iterations 7-8"
-    assert said == ["marked for Nsight Systems: steps 3-4 of this run = iterations 7-8, rank 0"]
+    assert notes.said[1] == wording("instruments/mark-rank-of-window-steps", 0, 1, 3, 4, 7, 8)
+    assert said == [wording("instruments/marked-for-nsight-systems", 3, 4, 7, 8, 0)]
     for last, steps, told in ((3, ["step 3"], ["step 3 of this run, rank 0"]), (2, [], [])):
         notes.said.clear()
         said = profiled(flags(f"--train-iters {last}", WINDOW), tmp_path / f"short{last}")
@@ -121,7 +122,12 @@ def test_nvtx_ranges_are_for_all_steps(notes, tmp_path):
     for words, world in (("--nvtx-ranges", UNDER_NSYS), (f"{WINDOW} --nvtx-ranges", World(1, 2, under_nsys=True))):
         notes.said.clear()  # neither without a window nor on a rank that is not profiled a collection starts
         run_steps(build(words, world, tmp_path), 3)
-        assert notes.said[-4:] == ["step 3", "step 3/forward", "end of forward", "end of step 3"]
+        assert notes.said[-4:] == [
+            "step 3",
+            "step 3/forward",
+            wording("instruments/end-of-forward"),
+            wording("instruments/end-of-step", 3),
+        ]
         assert CAPTURE not in notes.said
 
 
@@ -182,17 +188,17 @@ def test_on_a_gpu_everything_lies_between_start_and_stop(cuda, tmp_path):
         "synchronize",
         "start",
         CAPTURE,
-        "mark rank 0 of 1, window: step 2 of this run",
+        wording("instruments/mark-rank-of-window-step", 0, 1, 2),
         "operators, shapes True",
         "profile/step 2",
         "profile/step 2/forward",
-        "end of forward",
-        "end of step 2",
+        wording("instruments/end-of-forward"),
+        wording("instruments/end-of-step", 2),
         "no operators",
         "synchronize",
         f"end of {CAPTURE}",
         "stop",
-        "marked for Nsight Systems: step 2 of this run, rank 0",
+        wording("instruments/marked-for-nsight-systems-step", 2, 0),
     ]
 
 
@@ -204,7 +210,7 @@ def test_a_profiler_that_fails_is_said_and_training_goes_on(cuda, notes, monkeyp
     owner = torch.autograd.profiler if fails == "emit_nvtx" else torch.cuda.profiler
     monkeypatch.setattr(owner, fails, out_of_order)
     [word] = run_steps(build(SECOND_STEP, GPU, tmp_path), 3)
-    assert word.endswith("failed and was switched off; training goes on: profiler is out of order")
+    assert word.endswith(wording("instruments/failed-and-was-switched"))
     assert notes.stack == [] and ("stop" in cuda) == (fails == "emit_nvtx")  # what had been started is not left on
 
 
@@ -232,7 +238,7 @@ def test_a_missing_package_is_said(monkeypatch, tmp_path):
     else:
         [line] = words
         start = "NsysRange.open failed and was switched off; training goes on: the package nvtx is missing"
-        assert line.startswith(start) and line.endswith("pip install nvtx")
+        assert line.startswith(start) and line.endswith(wording("instruments/pip-install-nvtx"))
 
 
 def test_a_package_that_takes_an_older_nsys_for_none_is_woken(monkeypatch):

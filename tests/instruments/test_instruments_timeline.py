@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.launch import Interrupts, alone, flags, intervals, on_ranks, quietly, steps, train
 from support.training_maker import ordinary_steps, run
+from support.wording import wording
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.nn.modules.module import register_module_full_backward_hook
 
@@ -57,7 +58,7 @@ class Event:
         gpu.events += 1
 
     def record(self, stream):
-        assert stream == "the one that computes"
+        assert stream == wording("instruments/one-that-computes")
         self.at = self.gpu.now
 
     def query(self) -> bool:
@@ -359,7 +360,7 @@ def test_two_ranks_are_compared(tmp_path):
     # once, unless this machine is too busy to tell
     for text, rank, phase in ((of_forward, 0, "forward"), (of_backward, 1, "backward")):
         named = re.findall(rf"rank {rank} is \d+% slower than the median rank in {phase}", text)
-        assert len(named) == 1 or "waits for a CPU core" in text
+        assert len(named) == 1 or wording("instruments/waits-for-cpu-core") in text
     block = of_forward[of_forward.index("(min, max) time across ranks (ms):") :].splitlines()[1:5]
     timers = "forward-backward all-grads-sync optimizer-unscale-and-check-inf optimizer-clip-main-grad"
     assert [line.split()[0] for line in block] == timers.split()

@@ -17,6 +17,7 @@ from support.launch import Interrupts, flags, losses, plan_of, quietly, same, tr
 from support.paths import REPO
 from support.traces import events, nested, spans, steps_of, trace, trace_files
 from support.waiting import full_disk
+from support.wording import wording
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.config.args import ProfileArgs
@@ -69,7 +70,7 @@ def test_the_trace_holds_the_window_and_its_phases(tmp_path):
     assert "aten::addmm" in operators or "aten::linear" in operators
     told = r"^profiled steps 3-4 of this run, rank 0: .*/tb/.*_rank0\.\d+\.pt\.trace\.json \("
     assert re.search(told, out, re.MULTILINE)
-    assert "trace of rank" not in out  # it found in the trace what it meant to record
+    assert wording("instruments/trace-of-rank") not in out  # it found in the trace what it meant to record
 
 
 def test_a_run_that_fails_inside_the_window_writes_what_it_has(tmp_path):
@@ -77,7 +78,7 @@ def test_a_run_that_fails_inside_the_window_writes_what_it_has(tmp_path):
     with pytest.raises(KeyboardInterrupt), contextlib.redirect_stdout(said):
         train(flags("--train-iters 9", PROFILE, "--profile-step-end 8"), tmp_path, watchers=[Interrupts(5)])
     assert steps_of(tmp_path) == [3, 4, 5]
-    assert "profiled steps 3-5 of this run (the last one broken off), rank 0: " in said.getvalue()
+    assert wording("instruments/profiled-steps-of-this", 3, 5, 0) in said.getvalue()
     assert not torch.autograd._profiler_enabled()
 
 
@@ -87,11 +88,15 @@ def test_a_resumed_run_counts_its_own_steps_and_names_both_counts(tmp_path):
     resumed = flags(*common, "--profile --use-pytorch-profiler --load", tmp_path / "save")
     _, out = quietly([*resumed, "--profile-step-start", "2", "--profile-step-end", "99"], tmp_path / "second")
     assert steps_of(tmp_path / "second") == [2, 3, 4] and "be compared" in out
-    assert "profiled steps 2-4 of this run = iterations 7-9, rank 0" in out
+    assert wording("instruments/profiled-steps-of-this-run", 2, 4, 7, 9, 0) in out
     _, out = quietly([*resumed, "--profile-step-start", "6", "--profile-step-end", "8"], tmp_path / "third")
-    assert out.count("--profile-step-start 6 counts this run's own steps, and there are 4 left of it") == 1
-    assert out.count("--profile-step-start 6 was never reached: the run ended after 4 of its steps") == 1
-    assert out.index("counts this run's own steps") < out.index("] iteration ") < out.index("was never reached")
+    assert out.count(wording("instruments/counts-this-run-own", "--profile-step-start", 6, 4)) == 1
+    assert out.count(wording("instruments/was-never-reached-run", "--profile-step-start", 6, 4)) == 1
+    assert (
+        out.index(wording("instruments/counts-this-run-own-steps"))
+        < out.index("] iteration ")
+        < out.index(wording("instruments/was-never-reached"))
+    )
     assert trace_files(tmp_path / "third") == []
 
 
@@ -112,7 +117,7 @@ def test_every_detail_is_where_its_reader_looks_for_it(tmp_path):
     assert spans(found, r"layers\.1\.mlp backward")
     [table] = tmp_path.glob("*.operators.txt")
     lines = table.read_text().splitlines()
-    assert lines[0] == "step 3 of this run, rank 0"
+    assert lines[0] == wording("instruments/step-of-this-run", 3, 0)
     head = next(line for line in lines if "Self CPU" in line)
     assert all(column in head for column in ("Input Shapes", "FLOPs", "Self CPU Mem"))
     shares = [float(share) for share in re.findall(r"^.{80,}?\s(\d+\.\d+)%", "\n".join(lines), re.MULTILINE)]
@@ -239,7 +244,7 @@ def test_a_full_disk_costs_the_trace_and_one_line(tmp_path):
     quietly(flags("--train-iters 6"), tmp_path / "plain")
     assert losses(tmp_path / "full") == losses(tmp_path / "plain") and len(losses(tmp_path / "full")) == 6
     said = re.findall(r"^profile of steps 3-4 of this run, rank 0, is lost; training goes on: .*$", out, re.MULTILINE)
-    assert len(said) == 1 and said[0].endswith("trace.json: nothing was written: no room on the disk?"), out
+    assert len(said) == 1 and said[0].endswith(wording("instruments/trace-json-nothing-was")), out
     assert [path for path in (tmp_path / "full").rglob("*") if "trace" in path.name or "rank0" in path.name] == []
     assert "switched off" not in out
 
@@ -262,7 +267,7 @@ def profile_steps(kind, steps: range, last: int, folder: Path, inside=lambda: No
 def test_a_folder_that_is_in_the_way_costs_the_trace_and_one_line(tmp_path):
     (tmp_path / "file").write_text("in the way of a folder")
     [line] = profile_steps(TorchProfiler, range(1, 2), 1, tmp_path / "file" / "tb")
-    assert line.startswith("profile of step 1 of this run, rank 0, is lost; training goes on: ")
+    assert line.startswith(wording("instruments/profile-of-step-of", 1, 0))
 
 
 def test_collections_of_garbage_stand_in_the_trace_without_stacks(tmp_path):
@@ -325,7 +330,9 @@ def test_a_profiler_is_off_even_if_stopping_it_fails(tmp_path, monkeypatch):
         monkeypatch.setattr(TorchProfiler, "_synchronize", fail)
 
     [said] = profile_steps(TorchProfiler, range(1, 9), 1, tmp_path, break_down)
-    assert said.startswith("TorchProfiler.close failed and was switched off") and said.endswith("illegal memory access")
+    assert said.startswith(wording("instruments/torchprofiler-close-failed-and")) and said.endswith(
+        "illegal memory access"
+    )
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 from support.launch import flags, losses, on_ranks, plan_of, quietly, steps, train
 from support.snapshots import steps_in_snapshot
 from support.traces import events, steps_in, steps_of, trace_files
+from support.wording import wording
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_lite.config.world import World
@@ -44,10 +45,12 @@ def test_a_window_is_half_open_and_counted_from_1():
         assert not any(getattr(nothing, ask)(step) for step in range(-2, 3))
     window.margin = 1
     assert [step for step in range(30) if window.disturbs(step)] == [9, 10, 11, 12]
-    assert window.words() == "steps 10-11 of this run" and window.words(10) == "step 10 of this run"
+    assert window.words() == wording("instruments/steps-of-this-run", 10, 11) and window.words(10) == wording(
+        "instruments/step-of-this-run-2", 10
+    )
     window.started_at = 100
-    assert window.words() == "steps 10-11 of this run = iterations 110-111"
-    assert window.words(10) == "step 10 of this run = iteration 110"
+    assert window.words() == wording("instruments/steps-of-this-run-iterations", 10, 11, 110, 111)
+    assert window.words(10) == wording("instruments/step-of-this-run-iteration", 10, 110)
 
 
 class Slow(Instrument):
@@ -69,7 +72,7 @@ def test_averages_leave_profiled_steps_out_and_say_so(tmp_path):
     board = f"--log-timers-to-tensorboard --log-throughput --tensorboard-dir {tmp_path}/tb"
     window = "--profile --use-pytorch-profiler --profile-step-start 6 --profile-step-end 8"
     _, out = quietly(flags("--train-iters 12 --log-interval 4", board, window), tmp_path, [Slow(6, 7)])
-    assert re.findall(r"time and throughput .*", out) == ["time and throughput leave out 2 profiled steps"]
+    assert re.findall(r"time and throughput .*", out) == [wording("instruments/time-and-throughput-leave", 2)]
     records = steps(tmp_path)
     assert [record["step"] for record in records if record.get("profiled")] == [6, 7]
     assert not any("beside_profile" in record for record in records)  # one rank on a CPU
@@ -87,7 +90,7 @@ def test_averages_leave_profiled_steps_out_and_say_so(tmp_path):
     *_, slow, fourth, fifth = elapsed(out)
     usual = max(record["ms"] for record in steps(tmp_path / "only") if record["step"] != 3)
     assert slow > 400 and max(fourth, fifth) < 1.5 * usual
-    assert out.count("time and throughput are of 1 profiled step: there was no other since the last line") == 1
+    assert out.count(wording("instruments/time-and-throughput-are", 1)) == 1
 
 
 FEW = "profiled steps cannot be compared with those before: 3 after the run's first are needed, {} could be timed."
@@ -147,8 +150,11 @@ def test_a_live_run_is_profiled_on_demand(tmp_path, eager):
     asks = Asks(tmp_path, at2="", at9="3\n")
     _, out = quietly(flags("--train-iters 20 --log-interval 10"), tmp_path, [asks])
     assert captures(tmp_path) == [[5, 6], [12, 13, 14]]  # seen one step later, begun two steps after that
-    assert f"{tmp_path}/profile.now taken: profiling steps 5-6 of this run." in out
-    assert "profiled steps 12-14 of this run, rank 0" in out and out.count("profiled steps took") == 2
+    assert wording("instruments/profile-now-taken-profiling", tmp_path, 5, 6) in out
+    assert (
+        wording("instruments/profiled-steps-of-this-run-rank", 12, 14, 0) in out
+        and out.count(wording("instruments/profiled-steps-took")) == 2
+    )
     assert [record["step"] for record in steps(tmp_path) if record.get("profiled")] == [5, 6, 12, 13, 14]
     assert not (tmp_path / "profile.now").exists() and not (tmp_path / "profile.next").exists()
     quietly(flags("--train-iters 20"), tmp_path / "plain")
@@ -331,7 +337,7 @@ def test_requests_leave_the_planned_window_where_it_was(tmp_path, eager):
     argv = flags("--train-iters 18 --profile --use-pytorch-profiler --profile-step-start 11 --profile-step-end 13")
     _, out = quietly(argv, tmp_path, [Asks(tmp_path, at2="3", at8="", at14="1")])
     assert "never reached" not in out
-    assert out.count("profile.now: steps 11-12 are about to be profiled anyway; ask again after them.") == 1
+    assert out.count(wording("instruments/profile-now-steps-are", 11, 12)) == 1
     assert captures(tmp_path) == [[5, 6, 7], [11, 12], [17]]
 
 

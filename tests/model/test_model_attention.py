@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.model_variants import PLAIN, VARIANTS, build, tokens
+from support.wording import wording
 from torch.nn.attention import SDPBackend
 
 from megatron_lite.errors import UserError
@@ -134,7 +135,7 @@ def test_reasons_come_on_request():
         chosen = choose(backend, explain=True)
         assert chosen.name == "explicit" and f"--attention-backend {backend} " in chosen.why_not[0]
     preferred = choose("auto", dtype=torch.bfloat16, explain=True, why_explicit="it is slower here")
-    assert preferred.name == "explicit" and preferred.why_not == ("sdpa: it is slower here",)
+    assert preferred.name == "explicit" and preferred.why_not == (wording("model/sdpa-it-is-slower"),)
     asked = choose("unfused", explain=True, why_explicit="it is slower here")
     assert asked.why_not == choose("unfused", explain=True).why_not
     assert choose("auto", DROPPING).why_not == ()
@@ -178,7 +179,7 @@ def test_only_the_refused_kernels_own_reasons_are_told(monkeypatch):
     monkeypatch.setattr(torch, "_fused_sdp_choice", refusing)
     with pytest.raises(UserError) as caught:
         choose("flash", masked=True)
-    assert "(Flash Attention does not support non-null attn_mask.)" in str(caught.value)
+    assert wording("model/flash-attention-does-not") in str(caught.value)
 
 
 def test_auto_survives_a_torch_that_does_not_answer(monkeypatch):

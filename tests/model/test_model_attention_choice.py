@@ -4,6 +4,7 @@ import pytest
 import torch
 from support.launch import on_ranks
 from support.model_variants import PLAIN
+from support.wording import wording
 from torch.nn.attention import SDPBackend
 
 from megatron_lite.model import attention_choice
@@ -44,7 +45,7 @@ def test_a_kernel_that_fails_is_out_and_one_is_not_timed():
     assert raced({"flash": 1.0}, "flash") == fastest(None, ("flash",), "flash") == Race("flash", {})
     assert raced({}, None) == Race(None, {}) and Race(None, {}).words == Race("flash", {}).words == ""
     found = Race("cudnn", {"flash": 1.604, "cudnn": 1.21, "efficient": 1.5})
-    assert found.words == "1.21 ms, efficient 1.50 ms, flash 1.60 ms forward and backward"
+    assert found.words == wording("model/ms-efficient-ms-flash", 1.21, "1.50", "1.60")
 
 
 def test_trials_run_forward_and_backward_on_numbers_like_the_models(monkeypatch):
@@ -82,7 +83,7 @@ def chosen(winner, able=("flash",)):
 
 def test_the_winner_is_taken_and_said_if_it_can_run_here():
     found = chosen("flash")
-    assert (found.name, found.timed) == ("sdpa flash", "1.00 ms forward and backward")
+    assert (found.name, found.timed) == ("sdpa flash", wording("model/ms-forward-and-backward", "1.00"))
     assert found.function.keywords["backend"] is None  # torch's own choice, as without a race
     found = chosen("cudnn")  # of another rank
     assert (found.name, found.timed, found.function.keywords["backend"]) == ("sdpa flash", "", None)
@@ -97,7 +98,7 @@ def test_another_winner_is_forced(monkeypatch):
     monkeypatch.setattr(attention_choice, "_ask_torch", asked)
     found = chosen("efficient", ("flash", "efficient"))
     assert found.name == "sdpa efficient" and found.function.keywords["backend"] == SDPBackend.EFFICIENT_ATTENTION
-    assert found.timed == "1.00 ms, flash 2.00 ms forward and backward"
+    assert found.timed == wording("model/ms-flash-ms-forward", "1.00", "2.00")
 
 
 def test_only_gpus_race_and_not_where_runs_must_repeat():

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from support.wording import wording
 
 from megatron_lite.config.layout import Layout
 from megatron_lite.parallel.hang_diagnosis import CLOSED, LATE_RANK, TERMINATED, Case, answered, find_cause, where
@@ -99,10 +100,10 @@ def test_lines(kind):
 def test_what_the_kernel_says_is_told():
     """A process that runs but is mute is another trouble; memory is named only when the kernel counted."""
     running = find_cause(case([MUTE], states={1: "running"})).line
-    assert "its process runs, but its Python does not (process 4711 on here)" in running
-    assert "want of memory" not in find_cause(case([MUTE], states={1: "dead"})).line
+    assert wording("parallel/its-process-runs-but", 4711) in running
+    assert wording("parallel/want-of-memory") not in find_cause(case([MUTE], states={1: "dead"})).line
     killed = find_cause(case([MUTE], states={1: "dead"}, memory_kills=1)).line
-    assert "Meanwhile the kernel killed 1 for want of memory on this machine. The launcher's summary" in killed
+    assert wording("parallel/meanwhile-kernel-killed-for", 1) in killed
 
 
 def test_the_cause_stands_before_its_consequences():
@@ -124,7 +125,7 @@ def test_who_waits_in_a_group_waits_for_its_members():
     other = replace(WAITING, groups={"tensor of others": 9})
     found = find_cause(case([behind, other, other], reason=LATE_RANK, operation=operation))
     assert found.ranks == [1]
-    assert "rank 1 did not join all_gather #7 (200 B float16) of ranks 0, 1 of rank 0 within 10m00s" in found.line
+    assert wording("parallel/rank-did-not-join", 1, 7, 200, 0, 1, 0) in found.line
     through = replace(behind, waiting=("replicate", 4, [1, 3]))
     last = replace(READING, groups={"tensor of others": 9, "replicate": 3})
     found = find_cause(
@@ -133,13 +134,10 @@ def test_who_waits_in_a_group_waits_for_its_members():
         )
     )
     assert found.ranks == [3]
-    assert (
-        "rank 3 keeps others waiting, and through them all_gather #7 (200 B float16) of ranks 0, 1 of rank 0"
-        in found.line
-    )
+    assert wording("parallel/rank-keeps-others-waiting", 3, 7, 200, 0, 1, 0) in found.line
     begun = replace(WAITING, groups={"tensor": 7})
     found = find_cause(case([begun, other, last], reason=LATE_RANK, operation=operation))
-    assert found.ranks == [] and "although all ranks had begun it" in found.line
+    assert found.ranks == [] and wording("parallel/although-all-ranks-had") in found.line
 
 
 def test_what_a_stage_waits_for_is_told_with_the_other_ones_place():
@@ -148,9 +146,7 @@ def test_what_a_stage_waits_for_is_told_with_the_other_ones_place():
     waiting = replace(WAITING, phase="pipeline_wait")
     asks = {"reason": LATE_RANK, "operation": owed, "layout": layout}
     line = find_cause(case([waiting, READING, READING], **asks)).line
-    assert line.startswith(
-        "rank 2 (pp 1, tp 0) keeps rank 0 waiting for the backward of micro-batch 3 from rank 2, for 10m00s: since "
-    )
+    assert line.startswith(wording("parallel/rank-pp-tp-keeps", 2, 1, 0, 0, 3, 2))
     # rank 2 waits in turn for its neighbor, which reads data
     second = replace(READING, groups={"tensor": 7}, waiting=("tensor", 7, [2, 3]))
     third = replace(READING, groups={"tensor": 6})
@@ -160,7 +156,7 @@ def test_what_a_stage_waits_for_is_told_with_the_other_ones_place():
     )
     assert line.startswith(f"rank 3 (pp 1, tp 1) {through}")
     line = find_cause(case([waiting, FAILED, waiting], operation=owed)).line
-    assert "rank 0 waited for the backward of micro-batch 3 from rank 2, iteration 1052, phase grad_sync" in line
+    assert wording("parallel/rank-waited-for-backward", 0, 3, 2, 1052) in line
     assert [layout.describe_place(rank) for rank in range(4)] == [
         "pp 0, tp 0",
         "pp 0, tp 1",
@@ -179,7 +175,7 @@ def test_the_place_of_a_rank_names_its_experts():
         "dp 3, ep 1",
     ]
     line = find_cause(case([READING, WAITING, WAITING], reason=LATE_RANK, layout=layout)).line
-    assert line.startswith("rank 1 (dp 1, ep 1) did not join")
+    assert line.startswith(wording("parallel/rank-dp-ep-did", 1, 1, 1))
     # ranks that split an expert are named where they are others than those that split the layer
     assert Layout(tensor=2, data=2, expert=2, expert_tensor=2).describe_place(3) == "dp 1, tp 1, ep 1"
     assert Layout(tensor=2, data=2, expert=4).describe_place(2) == "dp 1, tp 0, ep 2"
@@ -216,19 +212,22 @@ def test_before_the_group_there_is_no_operation():
     start = replace(WAITING, step=0, begun=0, finished=0, phase=None)
     given = case([None], reason=LATE_RANK, operation=None)
     line = find_cause(replace(given, posts={0: start})).line
-    assert "never arrived; rank 0 waited for it 10m00s in the first meeting of all ranks, the start, " in line
+    assert wording("parallel/never-arrived-rank-waited", 0) in line
 
 
 def test_a_thousand_ranks_make_one_line_of_readable_length():
     posts = [READING if rank % 2 else WAITING for rank in range(1, 1000)]
     found = find_cause(case(posts, reason=LATE_RANK))
     assert found.ranks == list(range(1, 1000, 2))
-    assert found.line.startswith("ranks 1, 3, 5, 7, 9, 11, 13, 15 and 492 more did not join") and len(found.line) < 600
+    assert (
+        found.line.startswith(wording("parallel/ranks-and-more-did", 1, 3, 5, 7, 9, 11, 13, 15, 492))
+        and len(found.line) < 600
+    )
 
 
 def test_places():
     """The innermost call and the trainer's own; a run that was not resumed from anything known counts steps."""
-    assert where([]) == "an unknown place"
+    assert where([]) == wording("parallel/unknown-place")
     assert where(["f (/a/b/c/d.py:1)"]) == "f (b/c/d.py:1)"
     assert where(["f (/x/megatron_lite/a.py:1)", "g (/x/megatron_lite/b.py:2)"]) == "f (x/megatron_lite/a.py:1)"
-    assert replace(WAITING, started_at=None).place == "step 52 of this run, phase grad_sync"
+    assert replace(WAITING, started_at=None).place == wording("parallel/step-of-this-run", 52)

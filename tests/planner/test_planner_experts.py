@@ -6,6 +6,7 @@ import pytest
 from estimate_grid import EXPERT_GRID, MIXED, QUICK_EXPERTS, SENT, Case, find_device, plan_for
 from support.command_lines import plan
 from support.exchanges import count_exchanges
+from support.wording import wording
 
 from megatron_lite.config.model_size import count_parameter_parts
 from megatron_lite.config.world import World
@@ -89,8 +90,10 @@ def _count_bytes(group: str, kind: str, num_bytes: int, times: int) -> dict[tupl
 
 def test_rows_for_other_nodes_go_over_the_network():
     h100 = find_processor("H100")
-    assert find_route(ALL_TO_ALL, Members(8, 8), h100).words == "7/8 over the link between GPUs at 450 GB/s"
-    assert find_route(ALL_TO_ALL, Members(16, 8), h100).words == "8/16 over the network between nodes at 50 GB/s"
+    assert find_route(ALL_TO_ALL, Members(8, 8), h100).words == wording("planner/over-link-between-gpus", 7, 8, 450)
+    assert find_route(ALL_TO_ALL, Members(16, 8), h100).words == wording(
+        "planner/over-network-between-nodes", 8, 16, 50
+    )
     assert find_route(ALL_TO_ALL, Members(16, 8), replace(h100, network_gb_s=None)) is None
 
 

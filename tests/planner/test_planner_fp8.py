@@ -2,6 +2,7 @@
 
 import pytest
 from support.command_lines import argv, plan_on_paper
+from support.wording import wording
 
 from megatron_lite.cli.main import main
 from megatron_lite.cli.planned_flags import take_fp8
@@ -103,7 +104,7 @@ def test_weights_that_are_gathered_in_fp8_have_no_copy_in_16_bits():
     # torch's FSDP gathers 16 bits, as Megatron-LM has it
     sharded = make(f"{ZERO3} {HYBRID} --fp8-param-gather", TWO)
     assert not sharded.keeps_fp8_weights
-    assert "copies of weights in fp8" not in [row.name for row in list_states(sharded, None)]
+    assert wording("planner/copies-of-weights-in") not in [row.name for row in list_states(sharded, None)]
 
 
 def get_kept(changes: str, world: World = ONE) -> dict[str, int]:
@@ -201,6 +202,6 @@ def test_the_command_says_what_it_assumes_and_that_no_walk_has_it(capfd):
     words = argv(f"{MODEL} {HYBRID}")
     assert main(["plan", "--gpu", "H100", *words]) in (None, 0)
     said = capfd.readouterr().out
-    assert "products in fp8" in said and "on paper only" in said
+    assert "products in fp8" in said and wording("planner/on-paper-only") in said
     assert main(["plan", "--exact", *words]) == 2
     assert "--exact" in capfd.readouterr().err

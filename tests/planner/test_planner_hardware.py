@@ -4,6 +4,7 @@ import re
 
 import pytest
 from support.launch import flags, plan_of
+from support.wording import wording
 
 from megatron_lite.config.world import World
 from megatron_lite.errors import UserError
@@ -98,7 +99,7 @@ def test_names_as_people_type_them():
         with pytest.raises(UserError) as caught:
             find_processor(text)
         (line,) = caught.value.lines
-        assert line.startswith(f"GPU '{text}': not in the table; take one of V100 SXM2 16 GB, ") and "RTX 4090" in line
+        assert line.startswith(wording("planner/gpu-not-in-table", text, 16)) and "RTX 4090" in line
         assert "unknown" not in line
 
 

@@ -4,6 +4,7 @@ import re
 
 import pytest
 from estimate_grid import FULL, GRID, LARGE, MEDIUM, SEED, SHORT, UNFUSED, plan_for
+from support.wording import wording
 
 from megatron_lite.config.model_size import count_parameters
 from megatron_lite.formats.memory_categories import CATEGORIES
@@ -100,7 +101,9 @@ def test_where_it_is_highest(words, where):
 def test_recomputation_keeps_a_vector_per_token_and_layer():
     plain, again = named(at(SEED, "cross entropy")), named(at(SEED + FULL, "cross entropy"))
     assert again["inputs of recomputed layers"] == 24 * 2 * 8192 * 1024
-    assert "queries, keys and values" in plain and "queries, keys and values" not in again
+    assert (
+        wording("planner/queries-keys-and-values") in plain and wording("planner/queries-keys-and-values") not in again
+    )
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])

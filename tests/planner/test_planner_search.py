@@ -6,6 +6,7 @@ import re
 
 import pytest
 from support.command_lines import argv, plan
+from support.wording import wording
 
 from megatron_lite.cli.main import main
 from megatron_lite.cli.planned_run import planned_run
@@ -102,19 +103,19 @@ def test_the_command(capsys, tmp_path):
     best = search["layouts"][0]
     assert all(flag in " ".join(shown.split()) for flag in best["add"])
     assert (
-        "Fastest of each layout" in shown
-        and "Time against memory" in shown
-        and "its traffic stays within a node" in shown
+        wording("report/fastest-of-each-layout") in shown
+        and wording("cli/time-against-memory") in shown
+        and wording("planner/its-traffic-stays-within") in shown
     )
     assert f"at best {best['step_ms']:,.1f} ms" in " ".join(shown.split())
     assert best["peak_bytes"] <= search["budget_bytes"] and search["fitting"] > len(search["layouts"]) > 3
-    assert "Memory at the peak" not in shown
+    assert wording("cli/memory-at-peak") not in shown
 
 
 def test_where_nothing_fits_the_least_is_named(capsys):
     shown = " ".join(run(capsys, "--search", "--gpu", "T4", "--gpus", "1").split())
-    assert "none of 2 layouts fits into 13.34 GiB of one T4, 8% left free: the least is" in shown
-    assert "--recompute-granularity full" in shown and "Fastest of each layout" not in shown
+    assert wording("planner/none-of-layouts-fits", 2, 13.34, 8) in shown
+    assert "--recompute-granularity full" in shown and wording("report/fastest-of-each-layout") not in shown
 
 
 @pytest.mark.parametrize(
@@ -143,7 +144,11 @@ def test_a_pipelines_stages_are_listed_heaviest_first(capsys, tmp_path):
     words = [*argv(MODEL), "--pipeline-model-parallel-size", "4", "--vocab-size", "50256"]
     assert main(["plan", "--gpu", "A100-40", "--gpus", "4", "--json", str(path), *words]) == 0
     shown = capsys.readouterr().out
-    assert "Memory by stage" in shown and "4 micro-batches in flight, not 2" in shown and "(the embedding)" in shown
+    assert (
+        wording("planner/memory-by-stage") in shown
+        and wording("planner/micro-batches-in-flight", 4, 2) in shown
+        and "(the embedding)" in shown
+    )
     stages = json.loads(path.read_text())["stages"]
     assert [one["stage"] for one in stages] == [0, 1, 2, 3] and stages[0]["peak_bytes"] > stages[3]["peak_bytes"]
     [table] = [part for part in shown.split("\n\n") if part.startswith("Memory by stage")]
@@ -173,12 +178,14 @@ def test_the_page_has_pictures_of_stages_schedule_and_layouts(capsys, tmp_path):
     page = path.read_text()
     assert f"written: {path}" in capsys.readouterr().out
     charts = find_figures(page)
-    assert set(charts) == {"stages", "schedule"} and "Time of a step at best" in page
+    assert set(charts) == {"stages", "schedule"} and wording("planner/time-of-step-at") in page
     assert re.findall(r"</i>(\w+)</li>", charts["stages"]) == ["state", "activations", "logits", "other"]
     assert len(re.findall(r", micro-batch \d+: ", charts["schedule"])) == 2 * 4 * 32
     assert main(["plan", "--search", "--gpu", "A100-40", "--gpus", "8", "--page", str(path), *words]) == 0
     every, front = find_figures(path.read_text())["layouts"].split('<g class="points"')[1:]
-    assert every.count("<circle") > front.count("<circle") > 2 and "fastest that fits" in path.read_text()
+    assert (
+        every.count("<circle") > front.count("<circle") > 2 and wording("planner/fastest-that-fits") in path.read_text()
+    )
 
 
 def find_figures(page: str) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import pytest
 from support.command_lines import plan
+from support.wording import wording
 
 from megatron_lite.config.world import World
 from megatron_lite.formats.hardware import match_processor
@@ -130,10 +131,7 @@ def test_bytes_of_the_optimizer_and_routes_between_gpus():
 def test_the_last_gradient_is_not_hidden():
     exposed = row(predict(SEED, world=FOUR), "all-reduce, not overlapped")
     assert exposed.ms == pytest.approx(2 * 50304 * 1024 / 450e9 * 1000) and exposed.bound == "link"
-    assert exposed.formula == (
-        "0.71 GB of gradients, once over the link between GPUs at 450 GB/s, whose switches add up: 1.58 ms; "
-        "the word embedding's 103 MB are complete only when backward ends"
-    )
+    assert exposed.formula == wording("planner/gb-of-gradients-once", 0.71, 450, 1.58, 103)
 
 
 def test_a_slow_link_outlasts_backward():
@@ -145,7 +143,7 @@ def test_a_slow_link_outlasts_backward():
     whole_ms = 355_919_872 * 2 * (2 * 7 / 8) / 32e9 * 1000
     exposed = row(seen, "all-reduce, not overlapped")
     assert exposed.ms == pytest.approx(whole_ms - backward_ms) and exposed.ms > 10
-    assert f"backward of one micro-batch takes {backward_ms:.2f} ms at best" in exposed.formula
+    assert wording("planner/backward-of-one-micro", f"{backward_ms:.2f}") in exposed.formula
 
 
 def test_stored_scores_cost_more_than_fused_attention():

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from support.command_lines import plan
 from support.exchanges import count_exchanges
+from support.wording import wording
 
 from megatron_lite.config.world import World
 from megatron_lite.mesh_axes import DATA, PIPELINE, TENSOR
@@ -83,9 +84,9 @@ def test_which_ranks_are_near():
 def test_routes():
     h100, l40s = find_processor("H100"), find_processor("L40S")
     one_node, wide = Members(8, 8), Members(16, 2)
-    assert find_route(GATHER, one_node, h100).words == "7/8 over the link between GPUs at 450 GB/s"
+    assert find_route(GATHER, one_node, h100).words == wording("planner/over-link-between-gpus", 7, 8, 450)
     assert find_route(REDUCE, one_node, h100).words.startswith("once over")
-    assert find_route(REDUCE, wide, h100).words == "2 x 7/8/2 over the network between nodes at 50 GB/s"
+    assert find_route(REDUCE, wide, h100).words == wording("planner/x-over-network-between", 2, 7, 8, 2, 50)
     assert find_route(SCATTER, wide, h100).milliseconds(50e6) == pytest.approx(7 / 8 / 2)
     assert find_route(SEND, Members(2, 1), h100).milliseconds(50e6) == pytest.approx(1.0)
     assert find_route(GATHER, Members(1, 1), h100) is None and find_route(GATHER, wide, l40s) is None

@@ -5,6 +5,7 @@ import torch
 from support.launch import ALONE, alone
 from support.rehearsal_cases import FULL, GPU, attention_arguments, planned, recorded_steps
 from support.snapshots import live_at_each_moment, protocol, types_in
+from support.wording import wording
 from torch import nn
 
 from megatron_lite.analysis.memory.read import read_snapshot
@@ -142,11 +143,8 @@ def test_nothing_of_the_process_is_changed():
 
 def test_what_is_left_out_is_said(rehearsed):
     outside, compiling = rehearsed.notes
-    assert compiling == "--torch-compile layers is not rehearsed: compiled layers hold less"
-    assert outside == (
-        "CUDA's own memory, outside of torch's allocator, is not counted, nor what a kernel takes and gives back "
-        "within itself"
-    )
+    assert compiling == wording("planner/layers-is-not-rehearsed", "--torch-compile")
+    assert outside == wording("planner/cuda-own-memory-outside")
     [several] = rehearse(planned("--torch-compile none --global-batch-size 8", World(size=2, gpus=1)), 0).notes
-    assert several.startswith("CUDA's own memory and NCCL's")
+    assert several.startswith(wording("planner/cuda-own-memory-and"))
     assert rehearse(planned(), 0).notes == ()

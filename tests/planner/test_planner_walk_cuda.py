@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from support.rehearsal_cases import GPU, planned
+from support.wording import wording
 from torch import nn
 
 from megatron_lite.errors import UserError
@@ -80,8 +81,7 @@ def test_a_kernel_that_cannot_run_is_refused_as_by_the_trainer():
     with pytest.raises(UserError) as caught:
         on_gpu("--bf16 --attention-backend flash --kv-channels 264")
     assert str(caught.value) == (
-        "--attention-backend flash: cannot run here (no such kernel for torch.bfloat16, heads of 264 and "
-        "no mask); use --attention-backend auto"
+        wording("planner/flash-cannot-run-here", "--attention-backend", 264, "--attention-backend")
     )
 
 

@@ -7,6 +7,7 @@ from support.medium_lm import prepare as prepare_medium
 from support.paths import SNAPSHOTS
 from support.rehearsal_cases import EXAMPLE
 from support.snapshots import read_snapshot
+from support.wording import wording
 from torch import Tensor
 
 from megatron_lite.analysis.memory.read import read_snapshot as analyze
@@ -85,7 +86,7 @@ def test_the_example_peaks_in_cross_entropy():
     """The chart that comes with this example, of Megatron-LM on four GPUs, shows about 15 GB, at cross entropy."""
     found = example(backend=InPlaceLossBackend())
     # of the labels' logits, with the fp32 copy there
-    assert found.where.startswith("forward of step 1 in GPT: aten.sub")
+    assert found.where.startswith(wording("planner/forward-of-step-in", 1))
     assert found.allocated_peak_bytes == pytest.approx(15.07e9 + 2 * CUBLAS_WORKSPACE, rel=0.001)
 
 
@@ -93,7 +94,7 @@ def test_the_example_peaks_in_cross_entropy():
 def test_the_example_with_this_trainers_loss():
     """The logits once in fp16, 2.1 GiB less: most is held where the output's weight gets its gradient beside them."""
     found = example()
-    assert found.where.startswith("backward of step 1 in GPT: aten.mm")
+    assert found.where.startswith(wording("planner/backward-of-step-in", 1))
     assert found.allocated_peak_bytes / GIB == pytest.approx(12.626, rel=0.0005)
     assert found.categories["logits and loss"] == 2 * 4 * 2048 * 50304
     four, alone = example("--num-layers 2"), example("--num-layers 2 --global-batch-size 4", ONE)

@@ -14,6 +14,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from support import report_cases as cases
+from support.wording import wording
 
 from megatron_lite.analysis.findings.checks import QUESTIONS
 from megatron_lite.analysis.findings.rules import RULES
@@ -171,8 +172,8 @@ def test_long_tables_are_cut_and_say_so():
     text = html_page(cases.report(ranks_seen=(many,), ranks=None))
     phases = text[text.index('<section id="phases"') : text.index('<section id="kernels"')]
     rows = phases[phases.rindex("<table") :]
-    assert rows.count("<tr>") == 201 and "and 100 more in report.json" in rows and "x" * 401 not in phases
-    assert '<p class="quiet paper">and 176 more on the page itself</p>' in rows
+    assert rows.count("<tr>") == 201 and wording("report/and-more-in-report", 100) in rows and "x" * 401 not in phases
+    assert wording("report/p-class-quiet-paper", 176) in rows
 
 
 @pytest.mark.parametrize("one", RULES.values(), ids=lambda one: one.code)
@@ -210,9 +211,10 @@ def test_the_numbers_of_a_chart_are_its_points():
         ("rank 0", "60.00"),
         ("rank 1", "60.00"),
     ]
-    assert memory.head[:2] == ["seconds since the record began", "parameters"] and memory.align == "r" * len(
-        memory.head
-    )
+    assert memory.head[:2] == [
+        wording("report/seconds-since-record-began"),
+        "parameters",
+    ] and memory.align == "r" * len(memory.head)
     assert len(memory.rows) <= 60 and memory.hidden + len(memory.rows) == 200
     assert max(float(row[memory.head.index("moments")]) for row in memory.rows) == 8.0
     assert roofline.head == ["series", "point", "FLOP per byte", "TFLOP/s"] and "aten::addmm" in roofline.rows[0][1]

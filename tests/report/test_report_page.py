@@ -5,6 +5,7 @@ import re
 
 import pytest
 from support import report_cases as cases
+from support.wording import wording
 
 from megatron_lite.analysis.time.time_results import NO_PHASE, ROW_TITLES, Span
 from megatron_lite.pipeline_schedule import TimedAction
@@ -93,7 +94,7 @@ def test_bars_stay_within_the_plot(values):
 def test_what_a_pointer_is_told_of_a_bar():
     bars = Bars("forward", ["stage 1"], [2.5], ["red"], begins=[10.0], micro_batches=[3])
     drawn = str(svg.draw(BarChart("", [bars], Axis("ms at best, of 8 micro-batches"), Arrangement.OVERLAID)))
-    assert "<title>stage 1, forward, micro-batch 3: 2.5 ms at best, from 10</title>" in drawn
+    assert wording("report/title-stage-forward-micro", 1, 3, 2.5, 10) in drawn
 
 
 def test_a_long_schedule_is_small_and_complete_until_it_says_otherwise():
@@ -158,5 +159,5 @@ def test_phases_without_communication_have_no_column_of_it():
 
 def test_a_plan_s_headline_is_its_first_clause():
     text = "fits in one H200: peak 10.3 of 139.7 GiB (7%), at layer 6, linear_fc2 (backward), estimated; at best 1,201.8 ms"
-    assert CLAUSES.split(text)[0] == "fits in one H200: peak 10.3 of 139.7 GiB (7%)"
+    assert CLAUSES.split(text)[0] == wording("report/fits-in-one-h", 10.3, 139.7, 7)
     assert len(CLAUSES.split(text)) == 3

@@ -4,6 +4,7 @@ import dataclasses
 
 from support.command_lines import argv, plan
 from support.paths import REPO
+from support.wording import wording
 
 from megatron_lite.cli.main import main
 from megatron_lite.cli.plan import _parser
@@ -58,7 +59,7 @@ def test_rows_of_the_ledger_add_up_to_the_peak():
         ["smaller", "ones", "1.0", "MiB"], ["peak", "9.00", "GiB"],
     ]  # fmt: skip
     assert not any("6 x 1 GiB" in line for line in lines)
-    assert "  activations of the layers = 6 x 1 GiB" in plan_lines(report(), Style(), why=True)
+    assert wording("report/activations-of-layers-x", 6, 1) in plan_lines(report(), Style(), why=True)
     # parts that the model lacks are left out
     assert not any(line.strip().startswith("output") for line in lines)
     parts = Subject("plan", "", PLAN).parts
@@ -76,7 +77,7 @@ def test_nothing_is_predicted_that_is_not_shown(monkeypatch, capsys):
     monkeypatch.setattr("megatron_lite.cli.plan.predict_training", refuse)
     assert main(["plan", "--search", "--gpu", "H200", *flags]) == 0
     assert main(["plan", "--inference", "--gpu", "H200", *flags]) == 0
-    assert "Fastest of each layout" in capsys.readouterr().out
+    assert wording("report/fastest-of-each-layout") in capsys.readouterr().out
 
 
 def test_the_state_of_a_stage_counts_all_that_belongs_to_weights():
@@ -90,7 +91,7 @@ def test_the_state_of_a_stage_counts_all_that_belongs_to_weights():
 def test_an_unknown_peak_is_no_time():
     """A V100 does not calculate in bf16."""
     made = report(find_processor("V100"))
-    assert verdicts(made)[0].endswith("not known: the table has no peak of this GPU in this precision")
+    assert verdicts(made)[0].endswith(wording("report/not-known-table-has"))
     told = [
         line
         for block in build_time_section(made.training.outlooks, False).blocks

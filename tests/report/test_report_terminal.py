@@ -7,6 +7,7 @@ import re
 import pytest
 from support import report_cases as cases
 from support.waiting import Terminal
+from support.wording import wording
 
 from megatron_lite.analysis.findings.checks import QUESTIONS
 from megatron_lite.report.section import Table, table_lines
@@ -65,22 +66,22 @@ def test_a_cpu_report_speaks_of_no_device():
     shown = text(cases.report(None))
     for word in ("device idle", "Kernels", "queue lag", "tensor cores", "GPU"):
         assert word not in shown.split("Memory")[0].replace("cost per step", ""), word
-    assert "Python between operators" in shown and "waiting for communication" in shown
+    assert wording("report/python-between-operators") in shown and wording("report/waiting-for-communication") in shown
 
 
 def test_a_finding_shows_evidence_advice_cost_and_bound():
     lines = text().splitlines()
     at = next(at for at, line in enumerate(lines) if " 1. sync-in-step" in line)
     assert lines[at].endswith("6.000 ms") and "train.py(12): forward" in lines[at + 1]
-    assert lines[at + 2].strip() == "try: read the loss every 100 steps: --log-interval 100 (saves at most 6.000 ms)"
-    assert any("likely: the logits are the peak" in line and line.endswith("3.00 GiB") for line in lines)
-    assert "no rule found a cause" in text(dataclasses.replace(cases.report(), findings=()))
+    assert lines[at + 2].strip() == wording("report/try-read-loss-every", 100, "--log-interval", 100, "6.000")
+    assert any(wording("report/likely-logits-are-peak") in line and line.endswith("3.00 GiB") for line in lines)
+    assert wording("report/no-rule-found-cause") in text(dataclasses.replace(cases.report(), findings=()))
 
 
 def test_everything_shows_all_rows():
     short, long = text(), text(everything=True)
     assert "and 4 more with --all" in short and "with --all" not in long.lower()
-    assert "With --all: Collectives, Speed of light" in short and "\nCollectives" not in short
+    assert wording("report/with-collectives-speed-of", "--all") in short and "\nCollectives" not in short
     assert long.count("ampere_bf16_s16816gemm_") == 12
 
 
@@ -92,7 +93,7 @@ def test_the_report_ends_with_the_checks_in_their_order():
         assert re.match(rf"  (passed     |FAILED     |not visible)  {number:>2} {re.escape(name)} +\S", line), line
     shown = text(everything=True)
     places = [shown.index(f"{number:>2} {one.text}") for number, one in enumerate(QUESTIONS, 1)]
-    assert places == sorted(places) and places[0] > shown.index("The whole run")
+    assert places == sorted(places) and places[0] > shown.index(wording("report/whole-run"))
 
 
 @pytest.mark.parametrize(
@@ -125,11 +126,11 @@ def test_only_parts_that_exist_are_shown():
 
 def test_gaps_are_said_once_before_the_checks():
     one = cases.report(gaps=("the trace broke off at byte 12",))
-    assert text(one).partition("\nChecked")[0].rstrip().endswith("- the trace broke off at byte 12")
+    assert text(one).partition("\nChecked")[0].rstrip().endswith(wording("report/trace-broke-off-at", 12))
     broken = cases.trace(0, notes=("the trace broke off at byte 12",))
     twice = dataclasses.replace(one.facts.ranks_seen[0], trace=broken)
     facts = dataclasses.replace(one.facts, ranks_seen=(twice, twice), ranks=None)
-    assert build_limitations(dataclasses.replace(one, facts=facts)) == ["the trace broke off at byte 12"]
+    assert build_limitations(dataclasses.replace(one, facts=facts)) == [wording("report/trace-broke-off-at-byte", 12)]
 
 
 def test_colour_is_for_terminals_only(monkeypatch):
@@ -165,7 +166,7 @@ def test_bars_tables_names_and_numbers_fit():
 def test_memory_is_measured_beside_the_formula():
     shown = text().split("\nMemory")[1].split("\nRanks")[0]
     assert re.search(r"activations +12\.00 GiB +8\.00 GiB\n", shown)
-    assert "formula and measurement agree within 10%: parameters\n" in shown
+    assert wording("report/formula-and-measurement-agree", 10) in shown
     layers = "activations of 24 layers: 12.00 GiB, outside of layers 256.0 MiB; most in layers.0 512.0 MiB"
     assert layers in " ".join(shown.split()), "what lies outside of layers is no layer"
     assert re.search(r"parameters +2\.00 GiB +2\.00 GiB +2 bytes x", text(everything=True))
@@ -175,9 +176,9 @@ def test_without_a_snapshot_the_trace_tells_the_peak():
     alone = {"snapshots": (), "ledger": ()}
     shown = text(cases.report(**alone, traced_memory=(cases.traced_memory(),)))
     assert re.search(r"0 +GPU 0 +3\.00 GiB +4\.00 GiB +forward +aten::log_softmax\n", shown)
-    assert "--record-memory-history" in shown and "before the window" not in shown
+    assert "--record-memory-history" in shown and wording("report/before-window") not in shown
     shown = text(cases.report(**alone, traced_memory=(cases.traced_memory(given=False),)))
-    assert " + 3.00 GiB " in shown and "+: in addition to memory allocated before the window" in shown
+    assert " + 3.00 GiB " in shown and wording("report/in-addition-to-memory") in shown
 
 
 @pytest.mark.parametrize(
@@ -206,4 +207,4 @@ def test_a_file_without_ranks_is_called_by_its_name():
     seen = [dataclasses.replace(one, time=cases.rank_time(None)) for one in cases.report().facts.ranks_seen]
     seen = tuple(dataclasses.replace(one, trace=trace) for one, trace in zip(seen, traces))
     shown = text(cases.report(ranks_seen=seen, ranks=None))
-    assert "job.sqlite (process 0), ms per step" in shown and "the one that waits least" not in shown
+    assert wording("report/job-sqlite-process-ms", 0) in shown and wording("report/one-that-waits-least") not in shown

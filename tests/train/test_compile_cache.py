@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from support.launch import flags, pretrain, steps
+from support.wording import wording
 
 from megatron_lite.config.world import World
 from megatron_lite.instruments.build_instruments import Compiling
@@ -60,7 +61,7 @@ def test_an_old_gpu_is_seen_before_a_missing_compiler(monkeypatch):
     assert no_compiler(World(local_rank=1, gpus=2)) == said
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr("megatron_lite.machine.find_spec", lambda name: None)
-    assert no_compiler(World(gpus=1)).startswith("Triton is not installed")
+    assert no_compiler(World(gpus=1)).startswith(wording("train/triton-is-not-installed"))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ def test_triton_is_asked_whether_it_starts(failure, told, monkeypatch):
     monkeypatch.setitem(sys.modules, "triton.runtime.driver", SimpleNamespace(driver=Driver()))
     monkeypatch.setattr("megatron_lite.parallel.layers.find_missing_compiler", lambda on_gpu, environ: "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
-    assert no_compiler(World(gpus=1)) == (told and f"Triton does not start here ({told})")
+    assert no_compiler(World(gpus=1)) == (told and wording("train/triton-does-not-start", told))
 
 
 class Happening:
@@ -107,7 +108,7 @@ def test_graphs_seconds_and_hits_are_told_after_the_step(monkeypatch):
     hits["autograd_cache_hit"] += 1
     watching.end(1)
     watching.end(2)
-    assert said == ["   compiled 1 graph in 2.8 s (from the cache: 1)"]
+    assert said == [wording("train/compiled-graph-in-s", 1, 2.8, 1)]
     assert timeline.current.compiling and timeline.current.compile_seconds == 2.75
     watching.compilations += 2
     watching._begins(Happening("DYNAMO"))
@@ -116,7 +117,7 @@ def test_graphs_seconds_and_hits_are_told_after_the_step(monkeypatch):
     watching.close(None)
     hits["autograd_cache_hit"] = before
     # after the last step, such as for its evaluation
-    assert said[1] == "   compiled 3 graphs in 1.0 s (from the cache: 0)"
+    assert said[1] == wording("train/compiled-graphs-in-s", 3, 1.0, 0)
     assert "compiled 4 graphs, where 2 were expected" in said[2]
 
 

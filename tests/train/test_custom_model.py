@@ -20,6 +20,7 @@ from support.launch import (
     quietly,
     train_all,
 )
+from support.wording import wording
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.checkpoint.find import open_newest
@@ -209,7 +210,7 @@ def test_a_run_says_what_it_knows(file, tmp_path):
     words = "--log-interval 3 --profile --use-pytorch-profiler --profile-step-start 4 --profile-step-end 6 --run-dir"
     ended = pretrain(argv(file, "build", words, tmp_path / "run"))
     assert ended.code == 0, ended.err
-    assert f"MFU, FLOPs and memory of --model {file}:build are unknown" in ended.out and "predicted:" not in ended.out
+    assert wording("train/mfu-flops-and-memory", "--model", file) in ended.out and "predicted:" not in ended.out
     assert "tokens/s" in ended.out and "TFLOP/s per rank" not in ended.out
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
@@ -217,7 +218,7 @@ def test_a_run_says_what_it_knows(file, tmp_path):
     assert (record["parameters"], record["plan"]["shape"], record["status"]) == (None, None, "finished")
     facts = analyze([tmp_path / "run"]).facts
     assert facts.run.tokens_per_second > 0 and facts.run.model_tflops is None and facts.run.mfu_full is None
-    assert any("of the user's own file, its FLOPs are unknown" in note for note in facts.run.notes)
+    assert any(wording("train/of-user-own-file") in note for note in facts.run.notes)
     assert facts.ranks_seen and "unexpected" not in ended.out and f"--model {file}:build" in ended.out
 
 
@@ -227,7 +228,7 @@ def test_what_knows_the_gpt_only_is_refused(words):
     with pytest.raises(ConfigError) as caught:
         check(line, world)
     [mistake] = caught.value.mistakes
-    assert mistake.startswith(f"--model own.py:build and {REFUSED[words]} exclude each other: the latter knows the")
+    assert mistake.startswith(wording("train/own-py-build-and", "--model", REFUSED[words]))
 
 
 def test_the_pages_model_trains_with_the_pages_command(tmp_path):
@@ -252,7 +253,7 @@ def test_the_pages_model_trains_with_the_pages_command(tmp_path):
     ]
     ended = pretrain([*words, *short], cwd=tmp_path)
     assert ended.code == 0, ended.err
-    assert "model: convolutional.py:build | number of parameters: 574,720 (575K)" in ended.out
+    assert wording("train/model-convolutional-py-build", "574,720") in ended.out
     first, last = (float(line["lm loss"]) for line in (ended.figures[0], ended.figures[-1]))
     assert last < first < 6.3
 
@@ -276,7 +277,7 @@ def test_remedies_against_lack_of_memory_promise_nothing(file):
         list_remedies(plan_of(line), predict_peak, {}, 1, 0) for line in (flags(words), argv(file, "build", words))
     )
     assert any("predicted peak" in one for one in known) and any("--recompute" in one for one in known)
-    assert "--micro-batch-size 2 instead of 4, with the same --global-batch-size" in unknown
+    assert wording("train/instead-of-with-same", "--micro-batch-size", 2, 4, "--global-batch-size") in unknown
     assert not [one for one in unknown if "predicted" in one or "--recompute" in one]
 
 
@@ -323,7 +324,7 @@ def test_what_is_wrong_is_one_line(file, tmp_path, function, message):
 def test_a_missing_file_ends_a_run_before_it_begins(tmp_path):
     ended = pretrain(argv(Path("none.py"), "build", "--run-dir", tmp_path / "run"))
     assert ended.code == 2 and not (tmp_path / "run").exists()
-    assert ended.err.strip().splitlines() == ["error: --model none.py:build: there is no file none.py; check the path"]
+    assert ended.err.strip().splitlines() == [wording("train/error-none-py-build", "--model")]
 
 
 def test_an_error_of_the_users_own_keeps_its_traceback(file, tmp_path):

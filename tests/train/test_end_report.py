@@ -6,6 +6,7 @@ import subprocess
 import pytest
 from support.launch import flags, plan_of, pretrain
 from support.waiting import LIMIT_S, wait_until
+from support.wording import wording
 
 from megatron_lite.process_state import process_state
 from megatron_lite.train import post_run_report
@@ -86,9 +87,7 @@ def test_a_process_that_cannot_be_started_is_one_line(monkeypatch, said_of, tmp_
         raise OSError("no more processes")
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
-    assert said_of(tmp_path) == [
-        f"  no report: another process cannot be started (no more processes); megatron-lite report {tmp_path} makes it"
-    ]
+    assert said_of(tmp_path) == [wording("train/no-report-another-process", tmp_path)]
 
 
 def test_a_folder_without_anything_is_said_by_the_real_command(said_of, tmp_path):
@@ -102,7 +101,7 @@ def test_a_profiled_run_ends_with_its_report(tmp_path, ranks):
     words = f"--train-iters 6 {PROFILED} --profile-step-end 6 --profile-ranks -1 --run-dir"
     ended = pretrain(flags(words, run), ranks=ranks)
     done, report = ended.out.split(f"  done: {run}\n")
-    assert ended.code == 0 and "Where a step goes" in report and "Where" not in done
+    assert ended.code == 0 and wording("cli/where-step-goes") in report and "Where" not in done
     assert f"{max(ranks, 1)} rank" in report
     assert report.rstrip().endswith(f"written: {run / 'report.html'}, {run / 'report.json'}")
 
@@ -110,7 +109,7 @@ def test_a_profiled_run_ends_with_its_report(tmp_path, ranks):
 @pytest.mark.slow
 def test_no_report_is_made_where_none_is_wanted(tmp_path):
     ended = pretrain(flags(f"--train-iters 6 {PROFILED} --no-report --run-dir", tmp_path))
-    assert ended.code == 0 and "Where a step goes" not in ended.out
+    assert ended.code == 0 and wording("cli/where-step-goes") not in ended.out
     assert not (tmp_path / "report.html").exists()
 
 
@@ -120,4 +119,4 @@ def test_a_run_whose_window_on_demand_left_a_trace_ends_with_its_report(tmp_path
     (tmp_path / "run" / "profile.now").touch()
     ended = pretrain(flags("--train-iters 400 --run-dir", tmp_path / "run"))
     assert ended.code == 0 and "profile.now taken" in ended.out
-    assert "Where a step goes" in ended.out.split(f"  done: {tmp_path / 'run'}\n")[1]
+    assert wording("cli/where-step-goes") in ended.out.split(f"  done: {tmp_path / 'run'}\n")[1]

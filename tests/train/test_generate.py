@@ -13,6 +13,7 @@ from support.latent_variants import LATENT_VARIANTS
 from support.launch import alone, flags, on_ranks, train, train_all
 from support.megatron_folders import rewrite
 from support.model_variants import VARIANTS, build
+from support.wording import wording
 
 from megatron_lite.checkpoint.megatron_file import write_megatron_file
 from megatron_lite.checkpoint.write import write_alone
@@ -157,7 +158,11 @@ def test_a_checkpoint_speaks(tmp_path, capsys):
     assert main([*load, "--prompt", "To be", "--max-new-tokens", "8"]) == 0
     shown = capsys.readouterr()
     assert shown.out.startswith("To be") and shown.out.endswith("\n") and "\x1b" not in shown.out
-    assert "prefill 5 tokens at " in shown.err and "decode 8 tokens at " in shown.err and "on the cpu" in shown.err
+    assert (
+        "prefill 5 tokens at " in shown.err
+        and "decode 8 tokens at " in shown.err
+        and wording("train/on-cpu") in shown.err
+    )
     assert main([*load, "--prompt", "To be", "or", "--max-new-tokens", "8", "--temperature", "0"]) == 0
     shown = capsys.readouterr()
     assert "To be" in shown.out and "\n\nor" in shown.out

@@ -3,6 +3,7 @@
 import json
 
 from support.launch import flags, pretrain
+from support.wording import wording
 
 SHORT = "--train-iters 2 --lr-decay-iters 2"
 
@@ -13,7 +14,7 @@ def test_a_refused_start_leaves_the_record_of_the_run_before(tmp_path):
     before = {path.name: path.read_bytes() for path in save.iterdir() if path.is_file()}
     assert json.loads(before["run.json"])["status"] == "finished"
     refused = pretrain(flags(SHORT, "--num-layers 3", "--save", save, "--load", save))
-    assert refused.code == 2 and "holds another model" in refused.err
+    assert refused.code == 2 and wording("train/holds-another-model") in refused.err
     assert {path.name: path.read_bytes() for path in save.iterdir() if path.is_file()} == before
     # a run that begins takes its place, and keeps the old one
     assert pretrain(flags(SHORT, "--save", save, "--load", save)).code == 0

@@ -13,6 +13,7 @@ from support.forks import Fork
 from support.launch import environment, flags, free_port, on_ranks, train
 from support.paths import REPO
 from support.waiting import LIMIT_S
+from support.wording import wording
 
 from megatron_lite.checkpoint import shared_storage
 from megatron_lite.checkpoint.shared_storage import StorageView, compare_views, describe_views, list_files, list_unseen
@@ -180,4 +181,4 @@ def test_two_nodes_end_with_one_line_and_save_nothing(tmp_path):
                 Fork(words, env=environment() | variables, cwd=tmp_path / f"node{rank}", stdout=out, stderr=out)
             )
     assert [process.wait(timeout=LIMIT_S) for process in processes] == [2, 2]
-    assert "error: --save save: is not one folder for all ranks" in (tmp_path / "out0").read_text()
+    assert wording("train/error-save-is-not", "--save") in (tmp_path / "out0").read_text()

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from support.launch import build_bare, flags, plan_of
 from support.paths import REPO
+from support.wording import wording
 from torch import nn
 from torch.profiler import schedule
 
@@ -61,9 +62,11 @@ def test_the_first_loss(training):
     smoke.check_first_loss(training.loss(), VOCABULARY)
     total = said(smoke.check_first_loss, 22 * training.loss(), VOCABULARY)
     assert re.fullmatch(r"the first loss is 7\d\.\d+; expected ln\(32\) = 3\.466 within 10%", total)
-    assert said(smoke.check_first_loss, training.loss() / math.log(2), VOCABULARY).startswith("the first loss is 5.")
-    assert said(smoke.check_first_loss, 0.3, VOCABULARY).startswith("the first loss is 0.3;")
-    assert said(smoke.check_first_loss, math.nan, VOCABULARY).startswith("the first loss is nan;")
+    assert said(smoke.check_first_loss, training.loss() / math.log(2), VOCABULARY).startswith(
+        wording("train/first-loss-is", 5)
+    )
+    assert said(smoke.check_first_loss, 0.3, VOCABULARY).startswith(wording("train/first-loss-is-2", 0.3))
+    assert said(smoke.check_first_loss, math.nan, VOCABULARY).startswith(wording("train/first-loss-is-nan"))
     smoke.check_first_loss(0.3, VOCABULARY, tolerance=0.95)
 
 
@@ -72,32 +75,38 @@ def test_gradients(training):
     model[1].bias.grad = torch.ones(16)
     smoke.check_gradients(model, training.loss)
     assert torch.equal(model[1].bias.grad, torch.ones(16)) and model[0].weight.grad is None
-    assert said(smoke.check_gradients, model, lambda: training.loss().detach()).startswith("the loss has no graph;")
+    assert said(smoke.check_gradients, model, lambda: training.loss().detach()).startswith(
+        wording("train/loss-has-no-graph")
+    )
     model.unused = nn.Linear(2, 2)
     unused = lambda: F.cross_entropy(model[3](model[2](model[1](model[0](training.batch)))).mT, training.batch)
-    assert said(smoke.check_gradients, model, unused).startswith("no gradient for unused.weight, unused.bias;")
+    assert said(smoke.check_gradients, model, unused).startswith(wording("train/no-gradient-for-unused"))
     del model.unused
     with torch.no_grad():
         model[3].weight.zero_()
     zeros = "a gradient of zeros for 0.weight, 1.weight, 1.bias; expected some that are not"
     assert said(smoke.check_gradients, model, training.loss) == zeros
     infinite = lambda: training.loss() + model[3].bias.sub(model[3].bias.detach()).abs().sqrt().sum()
-    assert said(smoke.check_gradients, model, infinite).startswith("NaN or Inf in the gradient of 3.bias;")
-    assert said(smoke.check_gradients, model.requires_grad_(False), training.loss).startswith("no parameter requires")
+    assert said(smoke.check_gradients, model, infinite).startswith(wording("train/nan-or-inf-in"))
+    assert said(smoke.check_gradients, model.requires_grad_(False), training.loss).startswith(
+        wording("train/no-parameter-requires")
+    )
 
 
 def test_many_names_are_cut(training):
     text = said(smoke.check_weights_move, training.model, lambda: None)
-    assert text.startswith("one step left 0.weight, 1.weight, 1.bias, 3.weight and 1 more as before; expected every")
+    assert text.startswith(wording("train/one-step-left-weight", 1))
 
 
 def test_weights_move(training):
     training.model[1].weight.requires_grad_(False)
     smoke.check_weights_move(training.model, training.step)
     training.optimizer = torch.optim.AdamW(training.model[3].parameters(), lr=1e-2)
-    assert said(smoke.check_weights_move, training.model, training.step).startswith("one step left 0.weight, 1.bias as")
+    assert said(smoke.check_weights_move, training.model, training.step).startswith(
+        wording("train/one-step-left-weight-bias")
+    )
     still = Training(lr=0.0)
-    assert said(smoke.check_weights_move, still.model, still.step).startswith("one step left 0.weight")
+    assert said(smoke.check_weights_move, still.model, still.step).startswith(wording("train/one-step-left-weight-2"))
     whole = Training()
 
     def overwrite():
@@ -106,7 +115,7 @@ def test_weights_move(training):
             whole.model[1].weight.add_(1)
 
     whole.model[1].weight.requires_grad_(False)
-    assert said(smoke.check_weights_move, whole.model, overwrite).startswith("one step changed 1.weight; expected froz")
+    assert said(smoke.check_weights_move, whole.model, overwrite).startswith(wording("train/one-step-changed-weight"))
     wild = Training(lr=math.inf)
     assert said(smoke.check_weights_move, wild.model, wild.step).startswith("NaN or Inf in 0.weight")
 
@@ -138,7 +147,7 @@ def test_the_same_loss(training):
         r"the largest difference is 0\.003\d+, at values up to 3\.\d+; expected at most 0\.0001 of .*", larger
     )
     other = said(smoke.check_same_loss, training.loss, lambda: training.model(training.batch))
-    assert other == "shapes [] and [2, 12, 32]; expected the same"
+    assert other == wording("train/shapes-and-expected-same", 2, 12, 32)
 
 
 def test_batches_repeat():
@@ -159,8 +168,10 @@ def test_batches_repeat():
     other_types = lambda seed: [torch.zeros(2, dtype=(torch.float32, torch.int64)[next(count) % 2])]
     assert said(smoke.check_batches_repeat, other_types).startswith("batch 1 differs")
     used_up = iter(range(5))
-    assert said(smoke.check_batches_repeat, lambda seed: used_up).startswith("3 batches, then 2; expected as many")
-    assert said(smoke.check_batches_repeat, lambda seed: ()).startswith("the loader gave no batch")
+    assert said(smoke.check_batches_repeat, lambda seed: used_up).startswith(
+        wording("train/batches-then-expected-as", 3, 2)
+    )
+    assert said(smoke.check_batches_repeat, lambda seed: ()).startswith(wording("train/loader-gave-no-batch"))
 
 
 class Clock:
@@ -188,8 +199,10 @@ def test_waiting_for_data():
     step = lambda batch: clock.pass_by(9)
     assert smoke.check_data_wait(loader(1), step, clock=clock) == pytest.approx(0.1)
     text = said(smoke.check_data_wait, loader(3), step, clock=clock)
-    assert text == "25.0% of the time passes waiting for data; expected at most 10%"
-    assert said(smoke.check_data_wait, [1], step, steps=2, clock=clock).startswith("the loader has no second batch")
+    assert text == wording("train/of-time-passes-waiting", 25.0, 10)
+    assert said(smoke.check_data_wait, [1], step, steps=2, clock=clock).startswith(
+        wording("train/loader-has-no-second")
+    )
 
 
 def test_measuring_a_step():
@@ -208,7 +221,7 @@ def test_detached(training):
     kept = {"losses": [1.0, (training.loss(),)], "last": training.loss()}
     text = "what is logged holds a graph: ['losses'][1][0], ['last']; expected detached tensors or numbers"
     assert said(smoke.check_detached, kept) == text
-    assert said(smoke.check_detached, training.loss()).startswith("what is logged holds a graph: it;")
+    assert said(smoke.check_detached, training.loss()).startswith(wording("train/what-is-logged-holds"))
 
 
 def test_steady_memory(training):
@@ -228,12 +241,10 @@ def test_steady_memory(training):
         loss.backward()
         total += loss
 
-    assert said(smoke.check_memory_steady, add_up).startswith("nodes of autograd's graph grow in each of 5 steps")
+    assert said(smoke.check_memory_steady, add_up).startswith(wording("train/nodes-of-autograd-graph", 5))
     seen = []
     training.model[2].register_forward_hook(lambda module, inputs, output: seen.append(output))
-    assert said(smoke.check_memory_steady, training.step, steps=2).startswith(
-        "bytes of tensors grow in each of 2 steps"
-    )
+    assert said(smoke.check_memory_steady, training.step, steps=2).startswith(wording("train/bytes-of-tensors-grow", 2))
 
 
 def test_memory_that_grows_now_and_then_is_steady(training):
@@ -257,7 +268,9 @@ def test_peak_memory(training):
     step = smoke.check_peak_memory(training.step, 2**40)
     assert step >= idle + sum(p.nbytes for p in training.model.parameters())  # its gradients
     text = said(smoke.check_peak_memory, training.step, idle)
-    assert text.startswith("tensors peak at ") and text.endswith(f" bytes; expected at most {idle:,}")
+    assert text.startswith(wording("train/tensors-peak-at")) and text.endswith(
+        wording("train/bytes-expected-at-most", f"{idle:,}")
+    )
 
 
 def test_on_a_gpu_its_allocator_counts(monkeypatch):
@@ -272,7 +285,7 @@ def test_on_a_gpu_its_allocator_counts(monkeypatch):
     assert smoke.check_peak_memory(lambda: calls.append("step"), 5000) == 5000
     assert calls == ["reset", "step", "synchronize", "peak"]
     text = said(smoke.check_memory_steady, lambda: None, steps=2, warmup=0)
-    assert text.startswith("bytes of tensors grow in each of 2 steps, from 1,000 to 2,024; expected as many")
+    assert text.startswith(wording("train/bytes-of-tensors-grow-in", 2, "1,000", "2,024"))
     calls.clear()
     smoke.measure_step_seconds(lambda: calls.append("step"), warmup=1, repeat=2)
     assert calls == ["step", "synchronize", "step", "step", "synchronize"]
@@ -291,9 +304,11 @@ def test_the_profilers_window():
     for text, planned in cases.items():
         assert said(smoke.check_profiler_window, planned, 5) == text
     again = said(smoke.check_profiler_window, schedule(wait=1, warmup=1, active=8), 100)
-    assert again == "80 of 100 steps are recorded, which slows them down and makes a large trace; expected at most 10"
+    assert again == wording("train/of-steps-are-recorded", 80, 100, 10)
     without = torch.profiler.profile().schedule
-    assert said(smoke.check_profiler_window, without, 100).startswith("100 of 100 steps are recorded")
+    assert said(smoke.check_profiler_window, without, 100).startswith(
+        wording("train/of-steps-are-recorded-2", 100, 100)
+    )
 
 
 def test_our_own_gpt_is_sound():

@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 from support.checkpoint_damage import flip, iterations
 from support.launch import DROPOUT, Interrupts, checkpoint, flags, losses, on_ranks, quietly, steps, train
+from support.wording import wording
 
 from megatron_lite.checkpoint import folder
 from megatron_lite.checkpoint.folder import Background, CheckpointDir, missing, newest
@@ -58,7 +59,7 @@ def test_a_tracker_that_cannot_be_read(copy, tmp_path):
         (copy / TRACKER_FILE).unlink()
         make(copy / TRACKER_FILE)
         reason = "Is a directory" if make is os.mkdir else "Not a regular file"
-        assert f"{TRACKER_FILE} cannot be read ({reason})" in refusal(tmp_path, "--load", copy)
+        assert wording("train/cannot-be-read", TRACKER_FILE, reason) in refusal(tmp_path, "--load", copy)
 
 
 def test_a_tracker_behind_a_link(copy, tmp_path):
@@ -67,7 +68,7 @@ def test_a_tracker_behind_a_link(copy, tmp_path):
     (copy / TRACKER_FILE).unlink()
     (copy / TRACKER_FILE).symlink_to(tmp_path / "blob")
     assert resume(tmp_path, "--load", copy)[0] == [5, 6, 7, 8]
-    assert "there is no" in refusal(tmp_path, f"--ckpt-step {'9' * 15} --load", copy)
+    assert wording("train/there-is-no") in refusal(tmp_path, f"--ckpt-step {'9' * 15} --load", copy)
 
 
 @pytest.mark.parametrize("way", ["", "--ckpt-format torch"])
@@ -76,13 +77,16 @@ def test_a_checkpoint_in_place_of_its_folder(tmp_path, way):
     save = tmp_path / "save"
     quietly(flags(WHOLE, way, "--exit-interval 1 --save", save), tmp_path / "run")
     message = refusal(tmp_path, "--load", save / "iter_0000001")
-    assert "is a checkpoint itself" in message and f"give the folder around it, {save}," in message
+    assert wording("train/is-checkpoint-itself") in message and wording("train/give-folder-around-it", save) in message
 
 
 def test_what_is_wrong_with_pretrained_weights_names_their_flag(copy, tmp_path):
     (copy / TRACKER_FILE).write_text("5")
     message = refusal(tmp_path, "--pretrained-checkpoint", copy)
-    assert message.startswith(f"--pretrained-checkpoint {copy}: ") and "iter_0000005, which is not there" in message
+    assert (
+        message.startswith(f"--pretrained-checkpoint {copy}: ")
+        and wording("train/which-is-not-there", "iter_0000005") in message
+    )
     (copy / TRACKER_FILE).write_text("2")
     flip(copy / "iter_0000002" / "__0_0.distcp")
     message = refusal(tmp_path, "--pretrained-checkpoint", copy)
@@ -92,7 +96,7 @@ def test_what_is_wrong_with_pretrained_weights_names_their_flag(copy, tmp_path):
 def test_pretrained_weights_are_a_checkpoint_that_does_not_miss(saved, tmp_path):
     (tmp_path / "empty").mkdir()
     words = ("--exit-on-missing-checkpoint --load", tmp_path / "empty", "--pretrained-checkpoint", saved)
-    assert "loaded the weights of iteration 6" in resume(tmp_path, *words)[1]
+    assert wording("train/loaded-weights-of-iteration", 6) in resume(tmp_path, *words)[1]
 
 
 def test_a_release_is_weights_only(copy, saved, tmp_path):
@@ -100,7 +104,7 @@ def test_a_release_is_weights_only(copy, saved, tmp_path):
     os.replace(copy / "iter_0000006", copy / "release")
     (copy / TRACKER_FILE).write_text("release")
     done, out = resume(tmp_path, "--load", copy)
-    assert "loaded the weights of iteration 6" in out and done == list(range(1, 9))
+    assert wording("train/loaded-weights-of-iteration", 6) in out and done == list(range(1, 9))
     released = losses(tmp_path / "resumed")
     resume(tmp_path / "tuned", "--finetune --load", saved)
     assert released == losses(tmp_path / "tuned" / "resumed")
@@ -191,7 +195,7 @@ def test_a_save_in_the_background_that_is_given_up_is_told(tmp_path, monkeypatch
     with contextlib.redirect_stdout(out), pytest.raises(KeyboardInterrupt):
         argv = flags(WHOLE, "--async-save --save-interval 3 --save", tmp_path / "save")
         train(argv, tmp_path / "run", watchers=[Interrupts(4)])
-    assert "the checkpoint in the background is given up after 0.1 s" in out.getvalue()
+    assert wording("train/checkpoint-in-background-is", 0.1) in out.getvalue()
 
 
 def test_the_time_limit_holds_for_saves(tmp_path, monkeypatch):
@@ -238,4 +242,4 @@ def test_a_checkpoint_that_vanishes_before_it_is_read(copy, tmp_path, monkeypatc
         return inner(path)
 
     monkeypatch.setattr(train_checkpoint, "open_checkpoint", open_late)
-    assert "there is no such file" in refusal(tmp_path, "--load", copy)
+    assert wording("checkpoint/there-is-no-such") in refusal(tmp_path, "--load", copy)

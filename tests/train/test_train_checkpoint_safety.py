@@ -35,6 +35,7 @@ from support.launch import (
     train,
 )
 from support.paths import TESTS
+from support.wording import wording
 
 from megatron_lite.checkpoint.folder import missing, newest, reserved, wrong
 from megatron_lite.checkpoint.training_state import CheckpointRecord
@@ -134,7 +135,7 @@ def test_megatrons_interpolation_factor_is_noted(caplog):
     for record, given in ((theirs, None), (ours, None), (ours, 4.0), (theirs, 4.0)):
         assert caplog.text == ""
         warn_of_rotary(Path("X"), record, given)
-    assert "leave the flag out if that version trained these weights" in caplog.text
+    assert wording("train/leave-flag-out-if") in caplog.text
 
 
 def test_the_checkpoints_schedule_brings_its_weight_decay(saved):
@@ -152,7 +153,7 @@ def test_the_checkpoints_schedule_brings_its_weight_decay(saved):
 
 def test_no_checkpoint_yet(tmp_path):
     _, out = quietly(flags(WHOLE, "--load", tmp_path / "nothing"), tmp_path / "run")
-    assert "no checkpoint yet" in out and len(steps(tmp_path / "run")) == 8
+    assert wording("train/no-checkpoint-yet") in out and len(steps(tmp_path / "run")) == 8
     (tmp_path / "nothing").mkdir(exist_ok=True)
     message = refusal(tmp_path / "nothing", tmp_path, "--exit-on-missing-checkpoint")
     assert "--exit-on-missing-checkpoint" in message
@@ -199,7 +200,7 @@ def test_a_damaged_checkpoint_without_an_earlier_one(copy, tmp_path, kind):
     act(copy / "iter_0000004")
     before = contents(copy)
     message = refusal(copy, tmp_path)
-    assert words in message and "no earlier one" in message
+    assert words in message and wording("train/no-earlier-one") in message
     assert words in refusal(copy, tmp_path, "--ckpt-step 4")
     assert contents(copy) == before, "nothing is changed on disk"
 
@@ -210,7 +211,11 @@ def test_two_damaged_checkpoints_are_passed_over_and_a_step_can_be_named(two_sav
     assert "loaded iteration 4" in resume(copy, tmp_path / "named", "--ckpt-step 4")
     flip(file_of(copy, 4))
     out = resume(copy, tmp_path / "run")
-    assert "going back to iter_0000004" in out and "going back to iter_0000002" in out and "loaded iteration 2" in out
+    assert (
+        wording("train/going-back-to", "iter_0000004") in out
+        and wording("train/going-back-to", "iter_0000002") in out
+        and "loaded iteration 2" in out
+    )
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
@@ -219,7 +224,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_word(two_saved, tmp_path, ki
     act, words = DAMAGES[kind]
     act(copy / "iter_0000006")
     out = resume(copy, tmp_path / "run", "--save", copy)
-    assert words in out and "iter_0000006 is damaged" in out and "going back to iter_0000004" in out
+    assert words in out and "iter_0000006 is damaged" in out and wording("train/going-back-to", "iter_0000004") in out
     assert [record["iteration"] for record in steps(tmp_path / "run")] == [5, 6, 7, 8]
     assert newest(copy).name == "iter_0000008" and wrong(copy / "iter_0000008") is None
 
@@ -228,11 +233,11 @@ def test_without_our_own_files_it_is_a_folder_of_megatrons(copy, tmp_path):
     file_of(copy, 4, "training_state.json").unlink()
     file_of(copy, 4, "manifest.json").unlink()
     out = resume(copy, tmp_path / "run")
-    assert "loaded iteration 4" in out and "random states of Megatron-LM do not apply here" in out
+    assert "loaded iteration 4" in out and wording("train/random-states-of-megatron") in out
     file_of(copy, 4, "common.pt").write_bytes(b"")
-    assert "common.pt: cannot be read" in refusal(copy, tmp_path)
+    assert wording("train/common-pt-cannot-be") in refusal(copy, tmp_path)
     file_of(copy, 4, "common.pt").unlink()
-    assert "common.pt: there is no such file" in refusal(copy, tmp_path)
+    assert wording("train/common-pt-there-is") in refusal(copy, tmp_path)
     file_of(copy, 4, "metadata.json").unlink()
     assert "manifest.json is missing" in refusal(copy, tmp_path)
 
@@ -268,7 +273,7 @@ def test_a_file_that_would_run_code(copy, tmp_path, name):
             place.offset, place.length = 0, len(data.getvalue())
         forge(copy / "iter_0000004", ".metadata", pickle.dumps(metadata))
     forge(copy / "iter_0000004", name, data.getvalue())
-    assert "cannot be read" in refusal(copy, tmp_path)
+    assert wording("checkpoint/cannot-be-read") in refusal(copy, tmp_path)
     assert not trap.exists()
     data.seek(0)
     torch.load(data, weights_only=False) if name == "__0_0.distcp" else pickle.load(data)
@@ -281,7 +286,7 @@ def test_files_that_point_elsewhere(saved, tmp_path):
     for place in metadata.storage_data.values():
         place.relative_path = f"../{place.relative_path}"
     forge(folder, ".metadata", pickle.dumps(metadata))
-    assert "cannot be read" in refusal(folder.parent, tmp_path)
+    assert wording("checkpoint/cannot-be-read") in refusal(folder.parent, tmp_path)
     folder = Path(shutil.copytree(saved, tmp_path / "manifest")) / "iter_0000004"
     forge(folder, "../secret", b"x")
     assert "manifest.json is damaged" in refusal(folder.parent, tmp_path)
@@ -342,7 +347,7 @@ def test_a_full_disk_need_not_stop_the_run(copy, tmp_path, limit, way):
     words = f"{way} --save-interval 2 --no-exit-on-save-failure --log-interval {1 if way == '--async-save' else 1000} --load"
     _, out = quietly(flags(WHOLE, *DROPOUT, words, copy, "--save", copy), tmp_path / "run", [Room()])
     if way != "--async-save":  # whose thread may well write after the room is back
-        assert "warning: --save" in out and "iter_0000006" in out and "Training goes on" in out
+        assert "warning: --save" in out and "iter_0000006" in out and wording("train/training-goes-on") in out
         assert not (copy / "iter_0000006").exists()
     assert (copy / TRACKER_FILE).read_text() == "8" and checkpoint(copy, 8)["record"].iteration == 8
 
@@ -460,7 +465,7 @@ def test_ctrl_c_during_a_save_names_the_checkpoint_before_and_exits_130(tmp_path
     )
     ended = pretrain(flags(WHOLE, "--save-interval 2 --save", save), script=tmp_path / "driver.py")
     assert ended.code == 130 and ended.err == "", ended.err
-    assert f"interrupted; --load {save} goes on from iter_0000002\n" in ended.out
+    assert wording("train/interrupted-goes-on-from", "--load", save, "iter_0000002") in ended.out
     assert json.loads((save / "run.json").read_text())["status"] == "interrupted"
     assert [path.name for path in save.glob(".*")] == []
 
@@ -557,7 +562,7 @@ def test_all_ranks_hear_of_a_failed_save_and_of_another_run(tmp_path, holder):
             [said] = re.findall(f"^{name} refused: --save (.*)", output, re.MULTILINE)
             if failing is None:
                 assert f"process {holder.pid}, since " in said
-                assert said.endswith("still after 0 s; end that run, or choose another folder.")
+                assert said.endswith(wording("train/still-after-s-end", 0))
             else:
                 assert "No space left on device" in said and f"rank {failing}" in said
                 assert list((tmp_path / name).iterdir()) == []
@@ -573,9 +578,9 @@ def test_a_refused_run_leaves_no_trace_and_exits_2(tmp_path, holder):
         "sys.exit(train(sys.argv[1:]))\n"
     )
     ended = pretrain(flags(WHOLE, "--save", tmp_path / "save"), script=tmp_path / "driver.py")
-    assert ended.code == 2 and ended.out.count("waiting for its end, 0 s at most") == 1
+    assert ended.code == 2 and ended.out.count(wording("train/waiting-for-its-end", 0)) == 1
     [line] = ended.err.splitlines()
-    assert line.startswith(f"error: --save {tmp_path}/save: another run saves there (")
+    assert line.startswith(wording("train/error-save-another-run", "--save", tmp_path))
     assert f"process {holder.pid}," in line
     assert sorted(path.name for path in (tmp_path / "save").iterdir()) == [".lock", "run.json"]
     assert (tmp_path / "save" / "run.json").read_text() == "the other's"
@@ -594,10 +599,10 @@ def test_locks_that_do_not_reach_are_told_of(tmp_path, monkeypatch):
     said = []
     with reserved(tmp_path, 0, said.append):
         who = "(elsewhere, process 7, since long ago[2J)"
-        assert len(said) == 1 and f"a run on another machine {who} was ended or is cut off" in said[0]
+        assert len(said) == 1 and wording("train/run-on-another-machine", who) in said[0]
     monkeypatch.setattr(fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(38, "Function not implemented")))
     with reserved(tmp_path / "save", 0, said.append):
-        assert len(said) == 2 and "has no locks; a second run on this folder would not be noticed" in said[1]
+        assert len(said) == 2 and wording("train/has-no-locks-second") in said[1]
 
 
 @pytest.mark.parametrize(
@@ -613,7 +618,7 @@ def test_a_lock_that_is_no_file(tmp_path, make, reason):
     with pytest.raises(CheckpointError) as caught, reserved(tmp_path, 0, print):
         pass
     message = str(caught.value)
-    assert message.startswith(f"--save {tmp_path}: cannot be written ({reason}: ") and ".lock" in message
+    assert message.startswith(wording("train/cannot-be-written", "--save", tmp_path, reason)) and ".lock" in message
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 

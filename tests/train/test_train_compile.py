@@ -13,6 +13,7 @@ import torch
 import torch._dynamo
 from support.command_lines import mistakes
 from support.launch import DROPOUT, checkpoint, flags, intervals, losses, on_ranks, quietly, steps, train
+from support.wording import wording
 from torch._dynamo.utils import counters
 
 from megatron_lite.config import plan
@@ -65,7 +66,7 @@ def test_nothing_changes_but_the_speed(tmp_path, monkeypatch, words, with_loss):
     eager = pytest.approx(losses(tmp_path / "eager"), rel=2e-3 if "16" in words else 1e-6)
     assert losses(tmp_path / "compiled") == eager
     what = "each of 2 layers and the loss" if with_loss else "each of 2 layers"
-    assert f"  compiling {what} with aot_eager: the steps in which" in out and "expected" not in out
+    assert wording("train/compiling-with-aot-eager", what) in out and "expected" not in out
     # for all layers one for training and one for evaluating; for both the loss forward, and its gradients
     assert counters["stats"]["unique_graphs"] == 2 + (2 if with_loss else 0)
     saved, other = (checkpoint(tmp_path / name, 5) for name in ("compiled", "eager"))
@@ -86,8 +87,8 @@ def test_steps_that_compile_are_marked_and_not_averaged(tmp_path):
     records = steps(tmp_path)
     assert [r["iteration"] for r in records if r.get("compiling")] == [1, 6]  # a layer that evaluates is another
     assert [f["steps"] for f in intervals(tmp_path)] == [[2], [3], [1]]
-    assert "time and throughput are of 1 compiling step: there was no other" in out
-    assert "time and throughput leave out 1 compiling step\n" in out
+    assert wording("train/time-and-throughput-are", 1) in out
+    assert wording("train/time-and-throughput-leave", 1) in out
     said = [float(ms) for ms in re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", out)]
     ordinary = [r["ms"] for r in records if not r.get("compiling")]
     assert said[0] > records[0]["ms"] / 2 and max(said[1:]) < 1.5 * max(ordinary)

@@ -14,6 +14,7 @@ import pytest
 from support.launch import environment, flags, pretrain, ranks_of, start, steps
 from support.paths import REPO, TESTS
 from support.waiting import LIMIT_S, wait_for, wait_until
+from support.wording import wording
 
 from megatron_lite import rank_errors
 from megatron_lite.checkpoint.folder import newest, wrong
@@ -68,9 +69,9 @@ def test_a_dying_rank_ends_all_and_says_why(tmp_path, how):
     assert "RuntimeError" not in ended.err, "no second traceback"
     assert len(steps(tmp_path / "run")) >= 1 and status(tmp_path / "run").startswith("failed: ")
     if how == "user":
-        assert "rank 1: error: --data-path x: only this rank's file is damaged; mend it.\n" in ended.err
+        assert wording("train/rank-error-x-only", 1, "--data-path") in ended.err
     if how != "killed":  # run.json is the last rank's
-        assert "rank 1 has a group: False" in ended.out
+        assert wording("train/rank-has-group-false", 1) in ended.out
     else:
         assert status(tmp_path / "run").startswith("failed: RanksError: rank 1 died")
 
@@ -135,7 +136,9 @@ def test_a_stopped_rank_is_named(tmp_path):
     ended = run_faulty("stopped", tmp_path / "run", limit_s=5)
     told = r"rank 1 did not join .* within 5.0s: process \d+ on \S+ is stopped \(SIGSTOP\), last seen"
     assert re.search(told, verdict_of(ended))
-    assert status(tmp_path / "run").startswith("failed: RanksError: rank 1 did not join"), "its own writer is stopped"
+    assert status(tmp_path / "run").startswith(wording("train/failed-rankserror-rank-did", 1)), (
+        "its own writer is stopped"
+    )
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import io
 
 import pytest
 from support.launch import BASE, alone, flags, plan_of, quietly, write_documents
+from support.wording import wording
 
 from megatron_lite.errors import DataError
 from megatron_lite.train.data_streams import DataStreams
@@ -47,7 +48,7 @@ def test_a_split_that_leaves_nothing_to_evaluate_is_said(tmp_path):
     with alone(), contextlib.redirect_stderr(io.StringIO()):
         _, out = quietly(flags("--train-iters 1 --eval-iters 1 --split 949,50,1", data=one), tmp_path / "run")
         _, quiet = quietly(flags("--train-iters 1 --eval-iters 0 --split 949,50,1", data=one), tmp_path / "quiet")
-    assert "  valid data: none (--split 949,50,1 leaves it no document)\n" in out and "  test data: none (" in out
+    assert wording("train/valid-data-none-leaves", "--split", "949,50,1") in out and "  test data: none (" in out
     assert "  valid data: none\n" in quiet
 
 
@@ -74,7 +75,7 @@ def test_resuming_with_other_flags_may_need_more_than_there_is(tmp_path):
         resume = [words, "--load", tmp_path / "save"]
         _, out = quietly(flags(*resume, "--eval-interval 8"), tmp_path / "sparse")
         few = "valid data: 8 samples are fewer than the 8 consumed so far and 8 to come"
-        assert f"{few}; after the last one evaluations begin with the first again" in out
+        assert wording("train/after-last-one-evaluations", few) in out
         assert out.count("validation loss at iteration 8") == 3, "at the interval, at the end, and on the test set"
         few = "^train data: 8 samples are fewer than the 16 consumed so far and 4 to come; resume with the"
         smaller = "--eval-interval 8 --global-batch-size 1 --override-opt-param-scheduler"

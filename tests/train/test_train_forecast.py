@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from support.command_lines import plan
 from support.launch import flags, plan_of, pretrain
+from support.wording import wording
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.config.world import World
@@ -31,7 +32,7 @@ def test_memory_and_speed_on_a_gpu():
     memory, speed = describe_forecast(seen)
     peak = seen.memory.peak
     where = f"of 140.00 GiB, at {peak.where} ({peak.phase}):\n    "
-    assert memory.startswith(f"  predicted: tensors peak at about {size(peak.num_bytes)} {where}")
+    assert memory.startswith(wording("train/predicted-tensors-peak-at", size(peak.num_bytes), where))
     assert peak.rows[0].category in memory.splitlines()[1]
     assert speed.startswith("  predicted: at best ") and speed.endswith(" tokens/s")
     assert seen.time.gpu == "H200"
@@ -68,9 +69,9 @@ def test_too_little_room_is_said_and_training_goes_on():
     peak = forecast(plan("", ON_GPUS), H200, GIB).memory.peak.num_bytes
     assert not any("note" in line for line in said("", ON_GPUS, H200, int(peak / (1 - MARGIN)) + 1))
     tight = said("", ON_GPUS, H200, peak)[-1]
-    assert "  note: the predicted peak leaves less than 8% of the memory for libraries" in tight
+    assert wording("train/note-predicted-peak-leaves", 8) in tight
     told = said("", ON_GPUS, H200, peak // 2)[-1]
-    assert told.startswith(f"  note: the predicted peak is {size(peak - peak // 2)} more than there is")
+    assert told.startswith(wording("train/note-predicted-peak-is", size(peak - peak // 2)))
 
 
 @pytest.mark.parametrize("name", ["predict_memory", "predict_time"])
@@ -125,7 +126,7 @@ def test_a_real_run_holds_what_was_predicted(words, tmp_path):
     files = f"--memory-snapshot-path {tmp_path}/s.pickle --run-dir {tmp_path}/run"
     ended = pretrain(flags(MIDDLING, words, record, files))
     assert ended.code == 0, ended.err
-    assert ended.out.count("  predicted: tensors peak at about ") == 1
+    assert ended.out.count(wording("train/predicted-tensors-peak-at-about")) == 1
     found = analyze([tmp_path / "run", tmp_path / "s.pickle"]).facts.predicted.memory
     assert abs(found.peak.difference) < 0.05, found.peak
     assert sum(row.predicted for row in found.categories) == found.peak.predicted

@@ -29,6 +29,7 @@ from support.launch import (
     train,
 )
 from support.waiting import LIMIT_S, wait_for
+from support.wording import wording
 
 from megatron_lite import app
 from megatron_lite.config.world import World
@@ -56,7 +57,7 @@ def test_nan_stops_the_run_and_saves_nothing(group, tmp_path, words):
         quietly(flags(DIVERGING, words, "--save-interval 1 --save", tmp_path / "save"), tmp_path / "run")
     assert caught.value.exit_code == 16 and len(caught.value.lines) == 1
     iteration = int(str(caught.value).split(":")[0].removeprefix("iteration "))
-    assert str(caught.value).startswith(f"iteration {iteration}: the loss on rank 0 is NaN")
+    assert str(caught.value).startswith(wording("train/iteration-loss-on-rank", iteration, 0))
     told = steps(tmp_path / "run")  # what led to it is what explains it
     assert [record["iteration"] for record in told] == list(range(1, iteration + 1)) and told[-1]["skipped"]
     for folder in (tmp_path / "save").glob("iter_*"):
@@ -110,7 +111,7 @@ def diverge_on_one_rank(world):
 
 def test_the_rank_is_named_and_all_stop(tmp_path):
     for output in on_ranks(diverge_on_one_rank, tmp_path):
-        assert "refused: iteration 3: the loss on rank 1 is NaN or Inf" in output, output
+        assert wording("train/refused-iteration-loss-on", 3, 1) in output, output
     assert list((tmp_path / "save").iterdir()) == []
 
 
@@ -129,7 +130,7 @@ def test_exit_code_16(tmp_path):
 def test_exit_interval(group, tmp_path, words, saved):
     """On a save interval it saves once."""
     reason, out = quietly(flags("--exit-interval 4 --train-iters 9", words, "--save", tmp_path / "save"), tmp_path)
-    assert reason == "exiting program at iteration 4" and len(steps(tmp_path)) == 4
+    assert reason == wording("train/exiting-program-at-iteration", 4) and len(steps(tmp_path)) == 4
     assert (tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text() == "4"
     assert [int(number) for number in re.findall(r"  saved iteration (\d+):", out)] == saved
 
@@ -150,7 +151,7 @@ def test_exit_duration(group, tmp_path, monkeypatch):
 
     argv = flags("--exit-duration-in-mins 30 --train-iters 20 --save", tmp_path / "save")
     reason, _ = quietly(argv, tmp_path, watchers=[Count()])
-    assert reason == "exiting program after 30 minutes"
+    assert reason == wording("train/exiting-program-after-minutes", 30)
     assert len(steps(tmp_path)) == 4  # on a GPU it is two more
     done.clear()
     assert quietly(flags("--exit-duration-in-mins 31 --train-iters 9"), tmp_path / "longer")[0] is None
@@ -171,12 +172,12 @@ def test_sigterm_on_two_ranks_saves_once_and_ends_well(tmp_path):
     out = head + out
     assert launcher.returncode == 0, err
     assert out.count("saved iteration") == 1
-    assert "[exiting program after receiving SIGTERM.]" in out
+    assert wording("train/exiting-program-after-receiving") in out
     iteration = int((tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text())
     records = steps(tmp_path / "save")
     assert [record["iteration"] for record in records] == list(range(1, iteration + 1))
     ended = json.loads((tmp_path / "save" / "run.json").read_text())
-    assert ended["status"] == "exiting program after receiving SIGTERM."
+    assert ended["status"] == wording("train/exiting-program-after-receiving-sigterm")
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.slow)])
@@ -192,7 +193,7 @@ def test_ctrl_c_ends_two_ranks_at_once_and_says_where_to_go_on(tmp_path, times):
             out, err = launcher.communicate(timeout=LIMIT_S)
         assert "forcefully" not in err, f"the launcher waited 30 s: {err}"
         latest = int((save / "latest_checkpointed_iteration.txt").read_text())
-        assert f"interrupted; --load {save} goes on from iter_{latest:07d}\n" in head + out
+        assert wording("train/interrupted-goes-on-from-iter", "--load", save, f"{latest:07d}") in head + out
         assert json.loads((save / "run.json").read_text())["status"] == "interrupted"
 
 
@@ -235,7 +236,7 @@ def test_ctrl_c_without_a_checkpoint(tmp_path, tracker):
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130 and "Traceback" not in err, err
-    assert "interrupted; there is no checkpoint to go on from\n" in out
+    assert wording("train/interrupted-there-is-no") in out
 
 
 def test_a_second_signal_means_now(group, tmp_path, monkeypatch):

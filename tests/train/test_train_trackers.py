@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from support.launch import flags, losses, pretrain, quietly
 from support.report_cases import report
+from support.wording import wording
 
 from megatron_lite.errors import UserError
 from megatron_lite.report.json_file import json_text
@@ -136,7 +137,7 @@ def test_every_tracker_gets_the_report(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     words = flags(RUN, profile, names, tmp_path / "tb", "--wandb-save-dir", tmp_path / "w", "--run-dir", run)
     ended = pretrain(words, ranks=2)
-    assert ended.code == 0 and "Where a step goes" in ended.out
+    assert ended.code == 0 and wording("cli/where-step-goes") in ended.out
     summary = trackers.ReportSummary.read(run)
     accumulator = EventAccumulator(str(tmp_path / "tb")).Reload()
     [event] = accumulator.Tensors("report/verdict/text_summary")

@@ -11,6 +11,7 @@ import torch
 from msgspec import UNSET
 from support.traces import steps_of
 from support.watched_runs import PHASES, read_steps
+from support.wording import wording
 from torch import nn
 
 from megatron_lite.analysis.run.read import read_run
@@ -61,7 +62,7 @@ def test_a_script_does_what_it_did_and_is_explained(tmp_path, script, capfd, mon
     assert [f"{one['loss']:.9f}" for one in steps[7::8]] == alone.splitlines()[-2:]
     assert all(sum(one["phases_ms"].values()) <= one["ms"] for one in steps)
     assert "memory snapshot" in err and (run / "memory.pickle").exists()
-    assert "16 steps, finished" in out and "Where a step goes" in out and str(run / "report.html") in out
+    assert "16 steps, finished" in out and wording("cli/where-step-goes") in out and str(run / "report.html") in out
     assert "--" not in out.split("Findings")[1].split("Phases")[0], "it has no flags of this trainer"
     assert "train.py:" in (run / "report.json").read_text() and "profiler.py:" not in (run / "report.json").read_text()
 
@@ -91,7 +92,7 @@ def test_a_script_that_profiles_itself_keeps_its_profile(tmp_path, capfd, begins
     options = ("--steps", "5:8", "--no-report", "--run-dir", str(tmp_path / "run"))
     assert main(["watch", *options, "--", sys.executable, str(path)]) == 0
     out, err = capfd.readouterr()
-    assert out == "True\n" and err.count("the script uses torch.profiler itself") == 1
+    assert out == "True\n" and err.count(wording("watch/script-uses-torch-profiler")) == 1
     assert len(read_steps(tmp_path / "run")) == 10 + begins
     assert len(list((tmp_path / "run").glob("*.pt.trace.json"))) == (begins == 5), "of what was recorded until then"
 
@@ -100,11 +101,11 @@ def test_a_failing_script_fails_as_before(tmp_path, script, capfd):
     command, run = [sys.executable, str(script), "1", "no more data"], tmp_path / "run"
     assert main(["watch", "--run-dir", str(run), "--steps", "30:31", "--", *command]) == 1
     out, err = capfd.readouterr()
-    assert "RuntimeError: no more data" in err and "The run failed after 8 steps" in out
-    assert "the run ended before step 30 (8 steps seen)" in err
+    assert "RuntimeError: no more data" in err and wording("watch/run-failed-after-steps", 8) in out
+    assert wording("watch/run-ended-before-step", 30, 8) in err
     assert json.loads((run / "run.json").read_text())["status"] == "failed: RuntimeError: no more data"
     assert main(["watch", "--run-dir", str(run), "--", sys.executable, "-c", "raise SystemExit(7)"]) == 7
-    assert "no training was seen" in capfd.readouterr().err
+    assert wording("watch/no-training-was-seen") in capfd.readouterr().err
 
 
 def test_mistakes_are_one_line(tmp_path, capsys):
@@ -248,7 +249,7 @@ def test_a_folder_that_cannot_be_made_stops_nothing(tmp_path, capsys):
     model = nn.Linear(8, 1)
     with Profiler(tmp_path / "file" / "run"):
         train(2, [torch.optim.SGD(model.parameters(), lr=0.1)], model)
-    assert "megatron-lite: this process is not watched: " in capsys.readouterr().err
+    assert wording("watch/megatron-lite-this-process") in capsys.readouterr().err
 
 
 def test_another_rank_writes_no_steps_and_keeps_none(tmp_path, monkeypatch):

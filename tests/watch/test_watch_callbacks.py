@@ -11,6 +11,7 @@ import torch
 from support.paths import TESTS
 from support.traces import steps_of
 from support.watched_runs import PHASES, read_steps
+from support.wording import wording
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -91,7 +92,7 @@ def test_training_may_begin_again_after_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(Mean, "forward", forward)
     train_with_transformers(tmp_path, [callback])
     [before] = (tmp_path / "run").glob("run-*.json")
-    assert json.loads(before.read_text())["status"] == "failed: RuntimeError: training was interrupted"
+    assert json.loads(before.read_text())["status"] == wording("watch/failed-runtimeerror-training-was")
     assert len(read_steps(tmp_path / "run")) == BATCHES
 
 

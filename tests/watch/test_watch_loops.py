@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.wording import wording
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -164,7 +165,7 @@ def test_a_failure_of_watching_ends_no_script(tmp_path, place, monkeypatch, capf
     told = capfd.readouterr().err
     assert told.count("no longer watched: RuntimeError: nobody foresaw it") == 1
     if (tmp_path / "run.json").exists():
-        assert json.loads((tmp_path / "run.json").read_text())["status"].startswith("no longer watched")
+        assert json.loads((tmp_path / "run.json").read_text())["status"].startswith(wording("watch/no-longer-watched"))
     assert len(calls) <= after + 2
 
 
@@ -174,7 +175,7 @@ def test_gradients_that_are_added_up_are_no_steps(tmp_path, capfd):
     with Profiler(tmp_path, steps=range(20, 21)):
         backward(model, STEPS)
     assert read_steps(tmp_path) == []
-    assert f"no weight update was seen in {STEPS} backward passes" in capfd.readouterr().err
+    assert wording("watch/no-weight-update-was", STEPS) in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("skips", [0, 3])
@@ -265,5 +266,5 @@ def test_processes_without_ranks_do_not_write_over_each_other(tmp_path):
     assert statuses == ["failed: ValueError: planted", "finished"]
     sources = discover_sources([tmp_path])
     assert sources.run_folders == (tmp_path,) and [one.parent for one in sources.traces] == [tmp_path]
-    assert any("2 processes without ranks trained at" in why for _, why in sources.ignored)
+    assert any(wording("watch/processes-without-ranks-trained", 2) in why for _, why in sources.ignored)
     assert discover_sources(beside).run_folders == (beside[0],)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.trace_maker import AUTOGRAD, MadeTrace
 from support.training_maker import cpu, ordinary_steps, run
+from support.wording import wording
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -153,7 +154,7 @@ def test_only_several_ranks_are_told_to_collect_together(tmp_path, ranks, togeth
             made.step(number, at, at + 9_900)
         made.write(tmp_path)
     [found] = [one for one in analyze([tmp_path]).findings if one.code == "gc-pauses"]
-    assert ("on all ranks" in found.advice) is together
+    assert (wording("watch/on-all-ranks") in found.advice) is together
 
 
 @pytest.mark.parametrize(("cpu_ms", "found"), [((9.0, 9.2), True), ((9.0, 11.0), False)])
@@ -198,4 +199,4 @@ def test_no_more_workers_are_advised_than_there_are_cores(tmp_path, workers, cpu
     write_watched(tmp_path, {"cpus": cpus}, loader_workers=workers)
     [found] = [one for one in analyze([tmp_path]).findings if one.code == "starved-loader"]
     assert (flag in found.advice) if flag else ("num_workers" not in found.advice)
-    assert ("do less per batch" in found.advice) is less
+    assert (wording("watch/do-less-per-batch") in found.advice) is less
