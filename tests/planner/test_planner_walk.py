@@ -52,6 +52,7 @@ def holds_as_much(words: str, world: World = ALONE) -> Rehearsal:
         ),
         "--bf16 --attention-backend unfused --recompute-activations --optimizer sgd " + DROPOUT,
         "--reset-attention-mask --reset-position-ids --eod-mask-loss --apply-layernorm-1p --squared-relu",
+        "--dataloader-inter-document-masking --bf16",
         "--calculate-per-token-loss --weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.1 --bf16",
     ],
 )
