@@ -54,13 +54,15 @@ class Follower:
         record, _ = read_record(self._folder)
         status = record.status if record is not None else None
         seen = (status, *((one.st_ino, one.st_size, one.st_mtime_ns) for one in stats))
-        if self.view is not None and seen == self._seen:
+        is_new = seen != self._seen
+        if self.view is not None and not is_new:
             return self.view
-        # what was written before is as old as it says, unless another machine's clock is ahead
-        now = time.time()
-        age_s = 0.0 if self._seen else now - max((one.st_mtime for one in stats), default=now)
-        self._seen = seen
-        self._sign = time.monotonic() - max(age_s, 0.0)
+        if is_new:
+            # what was written before is as old as it says, unless another machine's clock is ahead
+            now = time.time()
+            age_s = 0.0 if self._seen else now - max((one.st_mtime for one in stats), default=now)
+            self._seen = seen
+            self._sign = time.monotonic() - max(age_s, 0.0)
         self.view = build_view(read_run(self._folder, self._lines), self._lines.read_ranks(recent=True))
         return self.view
 
