@@ -51,54 +51,55 @@ def test_five_mistakes_are_five_lines(changes, answers):
 
 
 ONE_MISTAKE = read_table("""
---learning-rat 1 | --learning-rat is not a flag; --help lists them all.
---lerning-rate-decay-style x | --lerning-rate-decay-style is not a flag; did you mean --lr-decay-style?
---profile_ranks 0 | --profile_ranks is not a flag; did you mean --profile-ranks?
--seed 3 | -seed is not a flag; did you mean --seed?
---Adam-Beta1 0.9 | --Adam-Beta1 is not a flag; did you mean --adam-beta1?
---world-size 2 | --world-size is set by the launcher (WORLD_SIZE); drop it.
---rank 0 | --rank is set by the launcher (RANK); drop it.
---dist_url tcp://x:1 | --dist_url is set by the launcher (MASTER_ADDR and MASTER_PORT); drop it.
---nproc_per_node 8 | --nproc_per_node is an option of torchrun; put it in front of the script, or drop it.
---use-zloss-fusion | --use-zloss-fusion is not a flag; --help lists them all.
---ema-decay 0.9 | --ema-decay is not a flag; --help lists them all.
---adam-beta 0.9 | --adam-beta is not a flag; did you mean --adam-beta1 or --adam-beta2?
---init-method 0.1 | --init-method is not a flag; did you mean --init-method-std?
---lr-warmup 0.1 | --lr-warmup is not a flag; did you mean --lr-warmup-fraction or --lr-warmup-iters or --lr-warmup-samples?
---moe-router-topkk 1 | --moe-router-topkk is not a flag; did you mean --moe-router-topk?
---num-expert 8 | --num-expert is not a flag; did you mean --num-experts?
---fp4_format e2m1 | --fp4_format is not a flag, and --fp4-format of Megatron-LM is not here either; leave it out.
---recompute-m x | --recompute-m is not a flag; did you mean --recompute-method?
---qk-clip-alpha 0.5 | --qk-clip-alpha ABSENT: layers attend with a plain softmax and the same positions.
---fp4-format e2m1 | --fp4-format ABSENT, and use --bf16 or --fp16.
---dump-param-to-param-group-map a b | --dump-param-to-param-group-map ABSENT.
---x 1 --x 2 | --x is not a flag; --help lists them all.
--- | -- is not a flag; --help lists them all.
---l 1 | --l is not a flag; did you mean --lr?
---seed 3 4 | --seed takes one value, got 2: '3 4'.
---seed | --seed takes one value, got none.
---seed= | --seed '': is no usable value; give one, or drop the flag.
---seed 3.0 | --seed 3.0: needs a whole number.
---clip-grad off | --clip-grad off: needs a number.
---clip-grad nan | --clip-grad nan: needs a finite number.
---clip-grad -inf | --clip-grad -inf: needs a finite number.
---profile-ranks | --profile-ranks takes one value or more, got none.
---profile-ranks 0 a | --profile-ranks a: needs a whole number.
---data-path | --data-path takes one value or more, got none.
---bf16=1 | --bf16 is a switch and takes no value, got '1'; drop the value, or the flag to switch it off.
---normalization rmsnorm | --normalization rmsnorm: choose from LayerNorm, RMSNorm; did you mean RMSNorm?
---optimizer rprop_x | --optimizer rprop_x: choose from adam, sgd, muon.
---timing-log-level 3 | --timing-log-level 3: choose from 0, 1, 2.
---yaml-cfg | --yaml-cfg takes one file, got 0.
---yaml-cfg a b | --yaml-cfg takes one file, got 2.
---seq-length 32 --encoder-seq-length 64 | --seq-length 32 and --encoder-seq-length 64 are one setting; keep one.
+--learning-rat 1 | config/is-not-flag-lists | --learning-rat | --help
+--lerning-rate-decay-style x | config/is-not-flag-did | --lerning-rate-decay-style | --lr-decay-style
+--profile_ranks 0 | config/is-not-flag-did | --profile_ranks | --profile-ranks
+-seed 3 | config/is-not-flag-did | -seed | --seed
+--Adam-Beta1 0.9 | config/is-not-flag-did | --Adam-Beta1 | --adam-beta1
+--world-size 2 | config/is-set-by-launcher | --world-size
+--rank 0 | config/is-set-by-launcher-rank | --rank
+--dist_url tcp://x:1 | config/is-set-by-launcher-master | --dist_url
+--nproc_per_node 8 | config/is-option-of-torchrun | --nproc_per_node
+--use-zloss-fusion | config/is-not-flag-lists | --use-zloss-fusion | --help
+--ema-decay 0.9 | config/is-not-flag-lists | --ema-decay | --help
+--adam-beta 0.9 | config/is-not-flag-did-you | --adam-beta | --adam-beta1 | --adam-beta2
+--init-method 0.1 | config/is-not-flag-did | --init-method | --init-method-std
+--lr-warmup 0.1 | config/is-not-flag-did-you-mean | --lr-warmup | --lr-warmup-fraction | --lr-warmup-iters | --lr-warmup-samples
+--moe-router-topkk 1 | config/is-not-flag-did | --moe-router-topkk | --moe-router-topk
+--num-expert 8 | config/is-not-flag-did | --num-expert | --num-experts
+--fp4_format e2m1 | config/is-not-flag-and | --fp4_format | --fp4-format
+--recompute-m x | config/is-not-flag-did | --recompute-m | --recompute-method
+--qk-clip-alpha 0.5 | config/layers-attend-with-plain | --qk-clip-alpha | ABSENT
+--fp4-format e2m1 | config/and-use-or | --fp4-format | ABSENT | --bf16 | --fp16
+--dump-param-to-param-group-map a b | config/is-absent | --dump-param-to-param-group-map | ABSENT
+--x 1 --x 2 | config/is-not-flag-lists | --x | --help
+-- | config/is-not-flag-lists-them | --help
+--l 1 | config/is-not-flag-did | --l | --lr
+--seed 3 4 | config/takes-one-value-got-2 | --seed | 2 | 3 | 4
+--seed | config/takes-one-value-got-none | --seed
+--seed= | config/is-no-usable-value-give-one | --seed | ''
+--seed 3.0 | config/needs-whole-number | --seed | 3.0
+--clip-grad off | config/needs-number | --clip-grad | off
+--clip-grad nan | config/needs-finite-number | --clip-grad | nan
+--clip-grad -inf | config/needs-finite-number | --clip-grad | -inf
+--profile-ranks | config/takes-one-value-or | --profile-ranks
+--profile-ranks 0 a | config/needs-whole-number | --profile-ranks | a
+--data-path | config/takes-one-value-or | --data-path
+--bf16=1 | config/is-switch-and-takes | --bf16 | 1
+--normalization rmsnorm | config/choose-from-layernorm-rmsnorm | --normalization | rmsnorm
+--optimizer rprop_x | config/choose-from-adam-sgd | --optimizer | rprop_x
+--timing-log-level 3 | config/choose-from | --timing-log-level | 3 | 0 | 1 | 2
+--yaml-cfg | config/takes-one-file-got | --yaml-cfg | 0
+--yaml-cfg a b | config/takes-one-file-got | --yaml-cfg | 2
+--seq-length 32 --encoder-seq-length 64 | config/and-are-one-setting | --seq-length | 32 | --encoder-seq-length | 64
 """)
 
 
-@pytest.mark.parametrize(("changes", "answer"), ONE_MISTAKE)
-def test_one_mistake(changes, answer):
+@pytest.mark.parametrize("row", ONE_MISTAKE, ids=lambda row: row[0])
+def test_one_mistake(row):
+    changes, key, *figures = row
     said = [text for text in mistakes(changes) if not text.startswith("--max-position-embeddings 32 is")]
-    assert said == [answer.replace("ABSENT", ABSENT_BEGINS)]
+    assert said == [wording(key, *(figure.replace("ABSENT", ABSENT_BEGINS) for figure in figures))]
 
 
 def test_no_guess_is_itself_refused():

@@ -21,36 +21,40 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-MADE = "check the prefix, or make it with megatron-lite preprocess."
+def make_answer(row, place) -> str:
+    """The line that answers a row: changes, key of the sentence, its figures."""
+    _, key, *figures = row
+    return wording(key, *(figure.format(here=place) for figure in figures))
+
+
 BPE = "!--tokenizer-type !--vocab-size --merge-file file "
 CASES = read_table(
     """
-!--mock-data --data-path none | --data-path none: there is no none.bin; MADE
-!--mock-data --data-path half | --data-path half: there is no half.idx; MADE
-!--mock-data --data-path good.bin | --data-path good.bin: is a file's name; give the prefix without its ending: good.
-!--mock-data --data-path a/none.idx | --data-path a/none.idx: is a file's name; give the prefix without its ending: a/none.
-!--mock-data --data-path megatron | --data-path megatron: there is no megatron.bin; did you mean megatron_text_document?
-!--mock-data --data-path tree | --data-path tree: tree.bin is a folder; give the prefix of a .bin/.idx pair of files.
-!--mock-data --data-path 1 good 2 none | --data-path none: there is no none.bin; MADE
-!--mock-data --data-path good 3 good | --data-path 3: there is no 3.bin; MADE
-!--mock-data --data-path 1 good x good | --data-path 1 good x good: 'x' should be a weight; give one for every prefix or none.
-!--mock-data --data-path 1 good 0 good | --data-path: weights [1.0, 0.0] must all be above 0; leave out a data set that is unused.
-!--mock-data --train-data-path good --valid-data-path none | --valid-data-path none: there is no none.bin; MADE
-!--mock-data --train-data-path good --test-data-path none | --test-data-path none: there is no none.bin; MADE
-BPE --vocab-file none.json | --vocab-file none.json: there is no such file; check the path.
-BPE --vocab-file folder | --vocab-file folder: is a folder; give the file.
-BPE --vocab-file file --merge-file none | --merge-file none: there is no such file; check the path.
---save file | --save file: {here}/file is a file; give a folder.
---save file/below/it | --save file/below/it: {here}/file is a file; give a folder.
---save dangling | --save dangling: {here}/dangling is a file; give a folder.
---tensorboard-dir file/tb | --tensorboard-dir file/tb: {here}/file is a file; give a folder.
---run-dir file | --run-dir file: {here}/file is a file; give a folder.
---record-memory-history --memory-snapshot-path file/s.pickle | --memory-snapshot-path file: {here}/file is a file; give a folder.
---load file | --load file: is a file; give the folder that holds latest_checkpointed_iteration.txt.
---load none --exit-on-missing-checkpoint | --load none: there is no such folder, which --exit-on-missing-checkpoint wants; check the path.
---pretrained-checkpoint none | --pretrained-checkpoint none: there is no such folder; check the path, or drop it.
+!--mock-data --data-path none | config/there-is-no-bin | --data-path | none | none
+!--mock-data --data-path half | config/there-is-no-idx | --data-path | half | half
+!--mock-data --data-path good.bin | config/is-file-name-give | --data-path | good.bin
+!--mock-data --data-path a/none.idx | config/is-file-name-give-prefix | --data-path | a/none.idx
+!--mock-data --data-path megatron | config/there-is-no-bin-did | --data-path | megatron | megatron
+!--mock-data --data-path tree | config/bin-is-folder-give | --data-path | tree | tree
+!--mock-data --data-path 1 good 2 none | config/there-is-no-bin | --data-path | none | none
+!--mock-data --data-path good 3 good | config/there-is-no-bin | --data-path | 3 | 3
+!--mock-data --data-path 1 good x good | config/good-x-good-x | --data-path | 1
+!--mock-data --data-path 1 good 0 good | config/weights-must-all-be | --data-path | 1.0 | 0.0 | 0
+!--mock-data --train-data-path good --valid-data-path none | config/there-is-no-bin | --valid-data-path | none | none
+!--mock-data --train-data-path good --test-data-path none | config/there-is-no-bin | --test-data-path | none | none
+BPE --vocab-file none.json | config/there-is-no-such | --vocab-file | none.json
+BPE --vocab-file folder | config/is-folder-give-file | --vocab-file | folder
+BPE --vocab-file file --merge-file none | config/there-is-no-such | --merge-file | none
+--save file | config/is-file-give-folder | --save | file | {here}/file
+--save file/below/it | config/is-file-give-folder | --save | file/below/it | {here}/file
+--save dangling | config/is-file-give-folder | --save | dangling | {here}/dangling
+--tensorboard-dir file/tb | config/is-file-give-folder | --tensorboard-dir | file/tb | {here}/file
+--run-dir file | config/is-file-give-folder | --run-dir | file | {here}/file
+--record-memory-history --memory-snapshot-path file/s.pickle | config/is-file-give-folder | --memory-snapshot-path | file | {here}/file
+--load file | config/is-file-give-folder-that | --load | file
+--load none --exit-on-missing-checkpoint | config/there-is-no-such-folder | --load | none | --exit-on-missing-checkpoint
+--pretrained-checkpoint none | config/there-is-no-such-folder-check | --pretrained-checkpoint | none
 """,
-    MADE=MADE,
     BPE=BPE,
 )
 FINE = [
@@ -66,9 +70,9 @@ FINE = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "answer"), CASES)
-def test_one_line_names_flag_path_and_remedy(changes, answer, place):
-    assert mistakes(changes) == [answer.format(here=place)]
+@pytest.mark.parametrize("row", CASES, ids=lambda row: row[0])
+def test_one_line_names_flag_path_and_remedy(row, place):
+    assert mistakes(row[0]) == [make_answer(row, place)]
 
 
 @pytest.mark.parametrize("changes", FINE)
@@ -96,34 +100,34 @@ def forbidden(monkeypatch):
 
 UNREADABLE = read_table(
     """
-!--mock-data --data-path good | --data-path good.idx: may not be read; change its permissions.
-BPE --vocab-file folder/../half.bin | --vocab-file folder/../half.bin: may not be read; change its permissions.
---save folder/new | --save folder/new: {here}/folder may not be written; choose another folder, or change its permissions.
+!--mock-data --data-path good | config/may-not-be-read | --data-path | good.idx
+BPE --vocab-file folder/../half.bin | config/may-not-be-read | --vocab-file | folder/../half.bin
+--save folder/new | config/may-not-be-written | --save | folder/new | {here}/folder
 """,
     BPE=BPE,
 )
 
 
-@pytest.mark.parametrize(("changes", "answer"), UNREADABLE)
-def test_permissions(changes, answer, place, forbidden):
+@pytest.mark.parametrize("row", UNREADABLE, ids=lambda row: row[0])
+def test_permissions(row, place, forbidden):
     forbidden("good.idx", "half.bin", "folder")
-    assert mistakes(changes) == [answer.format(here=place)]
+    assert mistakes(row[0]) == [make_answer(row, place)]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write everything")
 def test_real_permissions(place):
     (place / "good.idx").chmod(0)
     (place / "folder").chmod(0o500)
-    assert mistakes(UNREADABLE[0][0]) == [UNREADABLE[0][1]]
-    assert mistakes(UNREADABLE[2][0]) == [UNREADABLE[2][1].format(here=place)]
+    for row in (UNREADABLE[0], UNREADABLE[2]):
+        assert mistakes(row[0]) == [make_answer(row, place)]
 
 
 def test_no_rule_is_left_out_here(place, forbidden, monkeypatch):
     def everything():
-        for changes, _ in CASES:
+        for changes, *_ in CASES:
             mistakes(changes)
         forbidden("good.idx", "half.bin", "folder")
-        for changes, _ in UNREADABLE:
+        for changes, *_ in UNREADABLE:
             mistakes(changes)
         monkeypatch.setenv("PATH", "")  # no compiler
         mistakes("--torch-compile")
