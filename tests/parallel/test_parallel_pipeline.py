@@ -260,12 +260,12 @@ def test_what_stages_exchange(tmp_path, tensor):
 
 def test_traces_tell_communication_apart_by_group(tmp_path):
     """4 micro-batches of 2 layers a rank: every layer gathers and sums twice in forward and again in backward."""
-    window = "--profile --use-pytorch-profiler --profile-step-start 3 --profile-step-end 6 --profile-ranks -1"
+    window = "--profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 4 --profile-ranks -1"
     runs = {
         "stages": f"{PP2} --tensor-model-parallel-size 2 --sequence-parallel",
         "sequences": "--context-parallel-size 2 --use-distributed-optimizer",
     }
-    common = "--num-layers 4 --global-batch-size 8 --micro-batch-size 2 --train-iters 6"
+    common = "--num-layers 4 --global-batch-size 8 --micro-batch-size 2 --train-iters 4"
     scenarios = {name: flags(common, words, window) for name, words in runs.items()}
     (tmp_path / "scenarios.json").write_text(json.dumps(scenarios))
     on_ranks(train_all, tmp_path, str(tmp_path / "scenarios.json"), ranks=4)

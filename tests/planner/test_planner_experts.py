@@ -49,7 +49,7 @@ def test_each_rank_holds_its_experts_and_a_share_of_their_state():
 
 SMALL = 2048  # bytes of the shares of tokens' experts and of their numbers
 MODEL = (
-    "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --max-position-embeddings 64 "
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --max-position-embeddings 64 "
     "--micro-batch-size 1 --bf16 --make-vocab-size-divisible-by 32 --vocab-size 400 --disable-bias-linear "
     "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2 "
 )

@@ -34,7 +34,7 @@ def test_formula_and_rehearsal_agree(name, device):
 
 SMALL = 2048  # bytes of the loss' numbers and of the norm
 MODEL = (
-    "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --max-position-embeddings 64 "
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --max-position-embeddings 64 "
     "--micro-batch-size 1 --bf16 --make-vocab-size-divisible-by 32 --vocab-size 400 --disable-bias-linear "
     "--multi-latent-attention --kv-lora-rank 48 --qk-head-dim 16 --qk-pos-emb-head-dim 16 --v-head-dim 24 "
     "--qk-layernorm --position-embedding-type rope "
@@ -79,17 +79,17 @@ def test_time_has_the_products_of_latent_vectors_and_the_channels_that_are_there
     rows = {row.name: row.ms for row in predict_time(given, gpu).rows}
     tokens = 2 * given.shape.seq_length
     parts = count_parameter_parts(given.shape)
-    norms = 2 * 4 * (40 + 48)  # layers' norms of latent vectors
+    norms = 2 * 2 * (40 + 48)  # layers' norms of latent vectors
     weights = parts["attention"] - norms + parts["MLP"] + parts["word embedding"]
     assert rows["matrix products"] == pytest.approx(6 * tokens * weights / gpu.half_tflops / 1e9)
-    scored = 4 * tokens * given.shape.seq_length * 8 * (16 + 16 + 24)  # half of the matrix, two products
+    scored = 2 * tokens * given.shape.seq_length * 8 * (16 + 16 + 24)  # half of the matrix, two products
     assert rows["attention"] == pytest.approx(FUSED_ATTENTION * scored / gpu.half_tflops / 1e9)
 
 
 def test_fp8_multiplies_latent_vectors_too():
     given = plan_on_paper(f"{MODEL} {OWN_QUERIES} --fp8-format hybrid", node(1))
     parts = count_parameter_parts(given.shape)
-    norms = 2 * 4 * (40 + 48)
+    norms = 2 * 2 * (40 + 48)
     [copies] = [row for row in list_states(given, find_processor("H100")) if "fp8" in row.name]
     assert copies.num_bytes == 2 * (parts["attention"] - norms + parts["MLP"])
 

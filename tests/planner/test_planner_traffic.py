@@ -22,7 +22,7 @@ from megatron_lite.planner.traffic import (
 )
 
 MODEL = (
-    "--num-layers 4 --num-attention-heads 8 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 1 --bf16 "
+    "--num-layers 2 --num-attention-heads 8 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 1 --bf16 "
     "--make-vocab-size-divisible-by 32 --vocab-size 400"
 )
 TP2, TP4, PP2 = "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 4", "--pipeline-model-parallel-size 2"
@@ -46,9 +46,9 @@ def node(ranks: int, of: int | None = None) -> World:
     [
         ("", 2), (ZERO1, 2), (ZERO3, 2), (f"{ZERO3} --num-distributed-optimizer-instances 2", 4), (TP2, 2), (CP2, 2),
         (f"{TP2} {AGAIN}", 2), (f"{TP2} {AGAIN} --hidden-dropout 0", 2), (f"{CP2} {AGAIN}", 2), (PP2, 2),
-        (f"{PP2} --untie-embeddings-and-output-weights", 4), (f"{PP2} --num-virtual-stages-per-pipeline-rank 2", 2),
+        (f"{PP2} --untie-embeddings-and-output-weights", 4), (f"{PP2} --num-virtual-stages-per-pipeline-rank 2 --num-layers 4", 2),
         (f"{PP2} --pipeline-schedule ZeroBubble", 2), (f"{TP2} {SP} {PP2} {ZERO1}", 8), (f"{TP4} {SP} {ONE_GROUP}", 4),
-        (f"{TP2} {SP} {CP2} {ZERO3}", 8), (f"--optimizer muon {ZERO1}", 2),
+        (f"{TP2} {SP} {CP2} {ZERO3} --num-layers 4", 8), (f"--optimizer muon {ZERO1}", 2),
     ],
 )  # fmt: skip
 def test_the_formula_is_what_the_real_step_exchanges(words, ranks):
