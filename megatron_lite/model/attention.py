@@ -254,9 +254,13 @@ def sdpa_attention(
     mask_B1TS: Tensor | None
     if aligns_ends and scope.is_causal and queries != keys:
         # imports torch.compile's parts, which takes a second
+        from torch._subclasses import FakeTensor
         from torch.nn.attention.bias import causal_lower_right
+        from torch.utils._python_dispatch import _disable_current_modes
 
-        mask_B1TS = causal_lower_right(queries, keys)
+        # a walk on fake tensors cannot make this subclass of tensors, which has no elements that it would have to fake
+        with _disable_current_modes() if isinstance(q_BNTD, FakeTensor) else nullcontext():
+            mask_B1TS = causal_lower_right(queries, keys)
     else:
         mask_B1TS = make_mask(scope, len(q_BNTD), queries, keys, q_BNTD.device)
     arguments = make_sdpa_arguments(q_BNTD, k_BGSD, mask_B1TS, dropout)
