@@ -28,7 +28,6 @@ from megatron_lite.model.attention import (
     make_sdpa_arguments,
     sdpa_attention,
 )
-from megatron_lite.model.flash_attention import flash_attention
 
 NAMES = {
     SDPBackend.FLASH_ATTENTION: "flash",
@@ -100,6 +99,9 @@ def choose_attention(
         unmasked = replace(probes[0], mask_B1TT=None)
         choice, reason = _ask_torch(unmasked, SDPBackend.FLASH_ATTENTION)
         if choice == SDPBackend.FLASH_ATTENTION:
+            # imports torch.compile's parts, which takes a second
+            from megatron_lite.model.flash_attention import flash_attention
+
             return Attend(flash_attention, "sdpa flash")
         if has_offset and backend == "auto":
             return _choose_explicitly(shape, explain, f"flash cannot run here ({reason}), and no other knows offsets")

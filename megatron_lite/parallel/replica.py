@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from megatron_lite.config.layout import (
     Part,
@@ -87,14 +86,18 @@ class ShardedRows:
             sharded: The parameter, whose mesh and places other tensors of its shape lie on.
             sharding: Says which rows are this rank's.
         """
+        # imported where parameters are sharded only: it brings torch.compile's parts, which takes a second
+        from torch.distributed.tensor import DTensor
+
         assert isinstance(sharded, DTensor)
+        self._make_sharded = DTensor.from_local
         self._like = sharded
         self._sharding = sharding
 
     def gather(self, rows: Tensor) -> Tensor:
         """Gather all rows of a tensor of which each rank gives its own, as it holds the parameter's. Collective."""
         like = self._like
-        spread = DTensor.from_local(
+        spread = self._make_sharded(
             rows, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
         whole: Tensor = spread.full_tensor()

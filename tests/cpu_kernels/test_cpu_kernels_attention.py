@@ -8,7 +8,7 @@ from support.model_variants import PLAIN
 
 from megatron_lite.config.cpu_kernel_rules import count_scores, explicit_is_faster
 from megatron_lite.cpu_kernels.attention import attend_causally, suit_attention
-from megatron_lite.model.attention import EXPLICIT, Attend, explicit_attention
+from megatron_lite.model.attention import EXPLICIT, Attend, Scope, explicit_attention
 
 
 def heads(number, seed, length=12, width=8, dtype=torch.float32):
@@ -34,8 +34,8 @@ def test_skipping_future_scores_changes_nothing_but_the_last_digits(length, grou
     arguments = [heads(2, n, length, 16, torch.float32).requires_grad_() for n in (4, groups, groups)]
     gradient = heads(2, 4, length, 16, torch.float32)
     exact_arguments = [x.detach().double().requires_grad_() for x in arguments]
-    out = attend_causally(*arguments, None, 0.0, 1)
-    exact = explicit_attention(*exact_arguments, None, 0.0, 1, fp32_softmax=False, scale_by_layer=False)
+    out = attend_causally(*arguments, Scope(), 0.0, 1)
+    exact = explicit_attention(*exact_arguments, Scope(), 0.0, 1, fp32_softmax=False, scale_by_layer=False)
     assert out.transpose(1, 2).is_contiguous() and (out - exact).abs().max() < 1e-5
     found = torch.autograd.grad(out, arguments, gradient)
     for mine, expected in zip(found, torch.autograd.grad(exact, exact_arguments, gradient.double()), strict=True):

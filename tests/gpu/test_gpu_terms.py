@@ -26,6 +26,7 @@ from support.rehearsal_cases import EXAMPLE
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.config.world import World
+from megatron_lite.model.attention import Scope
 from megatron_lite.model.gpt import DTYPES
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.replica import Replica
@@ -207,7 +208,7 @@ def test_layers_beside_their_products_and_attention(timed, report):
     heads = (batch, shape.num_attention_heads, shape.seq_length, shape.kv_channels)
     q, k, v = (timed.draw(*heads) for _ in range(3))
     attend = layer.self_attention.attend.function
-    attention = measure_backward_ms(lambda: attend(q, k, v, None, 0.0, 1), q, k, v)
+    attention = measure_backward_ms(lambda: attend(q, k, v, Scope(), 0.0, 1), q, k, v)
     rest = whole - attention - sum(measure_products_ms(timed, *sizes) for sizes in rows)
     times = shape.num_layers * timed.micro_batches
     # read and written in 16 bits at least: input, both norms, both residual sums, GELU's two; twice in backward

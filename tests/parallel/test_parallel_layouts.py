@@ -137,7 +137,8 @@ def check_ring(folder: Path, words: str, length: int):
             folder / "alone",
         )
     whole, handed_on = checkpoint(folder / "whole", length), checkpoint(folder / "kept", length)
-    within = 5e-4 if words else 2e-6
+    # measured in the ninth of ten losses, each of another layout: 2.9e-6, six units in the last place
+    within = 5e-4 if words else 5e-6
     assert losses(folder / "run") == pytest.approx(losses(folder / "alone"), rel=0, abs=within)
     names = [name for name in whole if name != "record" and not name.startswith("random.")]
     assert not [n for n in names if not torch.allclose(whole[n].float(), handed_on[n].float(), atol=0.02)]

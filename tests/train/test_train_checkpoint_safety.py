@@ -574,7 +574,7 @@ def test_a_refused_run_leaves_no_trace_and_exits_2(tmp_path, holder):
     """Its run folder is the save folder here, and holds the other run's run.json."""
     (tmp_path / "save" / "run.json").write_text("the other's")
     (tmp_path / "driver.py").write_text(
-        "import sys\nfrom megatron_lite.__main__ import train\nfrom megatron_lite.train import checkpoint_checks\ncheckpoint_checks.MAX_WAIT_S = 0.5\n"
+        "import sys\nfrom megatron_lite.__main__ import train\nfrom megatron_lite.train import checkpoint_checks\ncheckpoint_checks.MAX_SAVE_WAIT_S = 0.5\n"
         "sys.exit(train(sys.argv[1:]))\n"
     )
     ended = pretrain(flags(WHOLE, "--save", tmp_path / "save"), script=tmp_path / "driver.py")
