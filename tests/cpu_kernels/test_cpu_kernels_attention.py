@@ -64,7 +64,7 @@ def test_16_bit_numbers_are_attended_to_in_fp32_where_the_processor_needs_it(nam
     attend_plainly.dtype = dtype
     assert (attend.name, attend.recomputes) == (name, recomputes)
     q = heads(4, 1, dtype=torch.bfloat16).requires_grad_()
-    assert attend.function(q, q, q, None, 0.0, 1).dtype == torch.bfloat16
+    assert attend.function(q, q, q, Scope(), 0.0, 1).dtype == torch.bfloat16
 
 
 def test_the_explicit_kernel_needs_no_mask_where_future_scores_are_skipped():

@@ -46,6 +46,7 @@ from support.launch import (
 from megatron_lite.analysis.memory.read import read_snapshot
 from megatron_lite.config.layout import Sharding, whole_part
 from megatron_lite.config.world import World
+from megatron_lite.model.attention import Scope
 from megatron_lite.model.gpt import GPT
 from megatron_lite.parallel.groups import make_groups
 from megatron_lite.rehearsal import rehearse
@@ -237,7 +238,7 @@ def draw(world, argv: str):
     of_layers = []
     for _ in range(2):
         q = torch.zeros(1, 2, 16, 8)
-        of_layers.append(zlib.crc32(attend(q, q, torch.ones_like(q), None, 0.5, 1).numpy().tobytes()))
+        of_layers.append(zlib.crc32(attend(q, q, torch.ones_like(q), Scope(), 0.5, 1).numpy().tobytes()))
     print(json.dumps([zlib.crc32((hidden == 0).numpy().tobytes()), *of_layers]))
 
 
