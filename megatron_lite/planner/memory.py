@@ -187,8 +187,8 @@ def _keep_result(batch: MicroBatch) -> Held:
         # documents' results, or those of blocks of a window, are put together
         held[ATTENTION] += projected_bytes
         held[SCORES] += _count_window_mask(batch)
-    # where attention is recomputed in fp32, the mask is kept as it was given, in bytes
-    mask_bytes = 1 if batch.attends_in_fp32 else each
+    # where attention is recomputed in fp32, the mask is made again
+    mask_bytes = 0 if batch.attends_in_fp32 else each
     held[SCORES] += mask_bytes * batch.masked_chunk_scores // batch.tokens
     if batch.is_flash and (_makes_own_queries(batch) or batch.context > 1):
         # flash's result, whose heads lie outside, is turned for the projection, or two chunks' put together
