@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_lite.cli.launch_script import read_launch_script
-from megatron_lite.cli.launcher import END, GPUS_PER_NODE
+from megatron_lite.cli.launcher import GPUS_PER_NODE
+from megatron_lite.cli.parser import END
 from megatron_lite.config.args import Args
 from megatron_lite.config.flags import list_flags
 from megatron_lite.errors import UserError

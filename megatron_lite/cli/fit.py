@@ -8,9 +8,8 @@ from pathlib import Path
 import msgspec
 
 from megatron_lite.cli.batch_systems import Job
-from megatron_lite.cli.launcher import END, count_ranks
+from megatron_lite.cli.launcher import count_ranks
 from megatron_lite.cli.parser import Parser, write_json
-from megatron_lite.cli.watch import find_command
 from megatron_lite.errors import UserError
 from megatron_lite.formats.hardware import Processor
 from megatron_lite.live_line import LiveLine
@@ -99,11 +98,4 @@ def _read_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--snapshot", metavar="FILE", help="write a memory snapshot for pytorch.org/memory_viz")
     add("--json", metavar="FILE", help="write the answer as JSON, too")
     add("--output", action="store_true", help="show what the script prints")
-    at = find_command(parser, argv)
-    options = parser.parse_args(argv[:at])
-    command = argv[at:]
-    if command[:1] == [END]:
-        command = command[1:]
-    if not command:
-        raise UserError("megatron-lite fit: no command; megatron-lite fit -- python train.py walks it.")
-    return options, command
+    return parser.split_command(argv)

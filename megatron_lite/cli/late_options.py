@@ -4,7 +4,8 @@ import argparse
 import re
 from pathlib import Path
 
-from megatron_lite.cli.launcher import END, MAX_SCRIPT_BYTES, split_at_trainer
+from megatron_lite.cli.launcher import MAX_SCRIPT_BYTES, split_at_trainer
+from megatron_lite.cli.parser import END
 from megatron_lite.planner.find_processors import count_words_of_name
 from megatron_lite.shared_files import read_bounded
 

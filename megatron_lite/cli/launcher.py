@@ -13,7 +13,6 @@ SHELLS = ("bash", "sh", "zsh")
 SCRIPT_ENDINGS = (".sh", ".bash", ".slurm", ".sbatch", ".pbs", ".job", ".lsf", ".qsub")
 MAX_SCRIPT_BYTES = 1 << 20
 GPUS_PER_NODE = 8  # of a usual node, where nothing says it
-END = "--"  # of options
 # Option: what it counts. Dashes and underscores are the same to torchrun.
 PER_NODE = (
     "--nproc-per-node",

@@ -9,6 +9,8 @@ from typing import NoReturn
 from megatron_lite.errors import UserError
 from megatron_lite.terminal import describe_version, print_lines
 
+END = "--"  # of options: what follows is a command, or arguments
+
 
 class Parser(argparse.ArgumentParser):
     """Raises UserError where argparse would print its usage and exit. No abbreviations, as for the trainer."""
@@ -25,6 +27,34 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{self.prog}: {message}; --help shows its options")
+
+    def split_command(self, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+        """Read the options that stand before a command of somebody else's.
+
+        They end at --, or at the first word that is neither an option nor its value.
+
+        Args:
+            argv: The words, "--steps 3:5 -- python train.py".
+
+        Returns:
+            The options, and the command without the --; never empty.
+
+        Raises:
+            UserError: An option is wrong, or there is no command.
+        """
+        actions = {name: action for action in self._actions for name in action.option_strings}
+        at = 0
+        while at < len(argv) and argv[at].startswith("-") and argv[at] != END:
+            name, equals, _ = argv[at].partition("=")
+            has_value = name in actions and actions[name].nargs is None and not equals
+            at += 2 if has_value else 1
+        options = self.parse_args(argv[:at])
+        command = argv[at:]
+        if command[:1] == [END]:
+            command = command[1:]
+        if not command:
+            raise UserError(f"{self.prog}: no command; {self.prog} -- python train.py runs one.")
+        return options, command
 
 
 class _Version(argparse.Action):

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from megatron_lite.cli.late_options import take_late_options
 from megatron_lite.cli.launcher import (
-    END,
     GPUS_PER_NODE,
     SCRIPT_ENDINGS,
     SHELLS,
@@ -22,7 +21,7 @@ from megatron_lite.cli.launcher import (
     split_at_trainer,
 )
 from megatron_lite.cli.left_out import explain_empty_values
-from megatron_lite.cli.parser import Parser
+from megatron_lite.cli.parser import END, Parser
 from megatron_lite.cli.planned_flags import adapt_flags, take_fp8
 from megatron_lite.config.args import DataArgs
 from megatron_lite.config.check import RULES_WITHOUT_FILES, check

@@ -9,7 +9,6 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_lite.cli.launcher import END
 from megatron_lite.cli.parser import Parser
 from megatron_lite.errors import UserError
 from megatron_lite.formats.file_names import RUN_FILE
@@ -40,13 +39,7 @@ def run(argv: list[str]) -> int:
     add("--memory", action="store_true", help="also record a memory snapshot of these steps")
     add("--run-dir", metavar="FOLDER", help="folder of the recording [watched/TIME]")
     add("--no-report", action="store_true", help="record only, without a report")
-    at = find_command(parser, argv)
-    options = parser.parse_args(argv[:at])
-    command = argv[at:]
-    if command[:1] == [END]:
-        command = command[1:]
-    if not command:
-        raise UserError("megatron-lite watch: no command; megatron-lite watch -- python train.py runs and watches it.")
+    options, command = parser.split_command(argv)
     bounds = re.fullmatch(r"(\d{1,9}):(\d{1,9})", options.steps)
     if bounds is None or not 1 < int(bounds[1]) < int(bounds[2]):
         raise UserError(f"--steps {options.steps}: give two numbers, as in 10:16; the first is at least 2.")
@@ -81,17 +74,6 @@ def _read_time_of_record(folder: Path) -> int | None:
     """When the record of a run was written last, in ns since 1970; None without a record."""
     record = folder / RUN_FILE
     return record.stat().st_mtime_ns if record.exists() else None
-
-
-def find_command(parser: Parser, argv: list[str]) -> int:
-    """Where the options of watch end: at --, or at the first word that is neither an option nor its value."""
-    actions = {name: action for action in parser._actions for name in action.option_strings}
-    at = 0
-    while at < len(argv) and argv[at].startswith("-") and argv[at] != END:
-        name, equals, _ = argv[at].partition("=")
-        has_value = name in actions and actions[name].nargs is None and not equals
-        at += 2 if has_value else 1
-    return min(at, len(argv))
 
 
 def _advise(program: str) -> str:

@@ -19,8 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from megatron_lite.fit.stand_ins import get_function, put_in_place
-from megatron_lite.fit.unknown_values import ORDINARY_NUMBER, Branches, refuse_values
+from megatron_lite.fit.known_truths import ORDINARY_NUMBER, learn
+from megatron_lite.fit.replacing import get_function, put_in_place
+from megatron_lite.fit.unknown_values import Branches, refuse_values
 
 MODULE_FILES = "/torch/nn/modules/"  # files whose empty tensors are weights
 MAX_DEPTH = 6  # frames between such a file and a mode
@@ -141,7 +142,9 @@ class DeviceTensors(TorchDispatchMode):
         if is_moved:
             args = (self._batch.resize(args[0]), *args[1:])
         with self._without_data:
-            return func(*args, **named)
+            result = func(*args, **named)
+        learn(func, args, result)
+        return result
 
     def drop_data(self, tensor: Tensor) -> Tensor:
         """Make a tensor without data of one that has them; the memory of the latter is held as long as the former is.
@@ -198,13 +201,12 @@ def let_torch_compute_in_lists() -> None:
             kinds.append(FakeTensor)
 
 
-def make_weights_without_data(tensors: DeviceTensors, without_data: WithoutData) -> None:
+def make_weights_without_data(without_data: WithoutData) -> None:
     """Let parameters have no data whatever they are made of, and stay the same objects when they move to the device.
 
     For the rest of the process.
 
     Args:
-        tensors: Drops the data.
         without_data: torch's mode for tensors without data.
     """
     make = get_function(nn.Parameter, "__new__")

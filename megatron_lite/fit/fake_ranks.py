@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_lite.fit.stand_ins import get_function, put_in_place
+from megatron_lite.fit.replacing import put_in_place
 from megatron_lite.parallel.data_parallel import BUCKET_MIB
-from megatron_lite.planner.walk.fake_backend import BucketedReplica
+from megatron_lite.planner.walk.fake_backend import BucketedReplica, open_fake_group
 
 INITIALIZE = "init_process_group"
 
@@ -58,9 +58,6 @@ class WalkedDataParallel(nn.Module):
 
 def stand_for_other_ranks() -> None:
     """Make process groups of torch's fake backend, whatever the script asks for, for the rest of the process."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    initialize = get_function(dist, INITIALIZE)
 
     def init_process_group(
         backend: str | None = None,
@@ -74,7 +71,7 @@ def stand_for_other_ranks() -> None:
             rank = int(os.environ.get("RANK", "0"))
         if world_size < 0:
             world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        initialize("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        open_fake_group(rank, world_size)
 
     for place in (dist, dist.distributed_c10d):
         put_in_place(place, INITIALIZE, init_process_group)

@@ -10,13 +10,14 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from megatron_lite.fit.stand_ins import get_function, put_in_place
+from megatron_lite.fit.replacing import get_function, put_in_place
 from megatron_lite.instruments.memory_tags import StepMarks
+from megatron_lite.instruments.training_calls import TrainingCalls
 from megatron_lite.phases import SETUP, Phase
+from megatron_lite.watch.stand_ins import add_calls
 
-STEPS_WALKED = (
-    2  # after which memory repeats: the first makes gradients and the optimizer's state, the second finds them
-)
+# memory repeats from then on: the first step makes gradients and the optimizer's state, the second finds them
+STEPS_WALKED = 2
 BETWEEN = ("", SETUP)  # no phase is open
 
 
@@ -41,45 +42,34 @@ class ScriptSteps:
         self._begin_step = begin_step
         self._finish = finish
         self._updates: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._leader: weakref.ref[Optimizer] | None = None
-        self._depth = 0  # of calls of backward: activations computed again call it within itself
+        self._calls = TrainingCalls()
 
     def attach(self) -> None:
         """Start watching, for the rest of the process."""
         register_module_forward_pre_hook(self._enter_module)
         register_optimizer_step_pre_hook(self._begin_update)
         register_optimizer_step_post_hook(self._end_update)
-        compute = get_function(torch.autograd, "backward")
-
-        def backward(*arguments: object, **named: object) -> None:
-            self._begin_backward()
-            try:
-                compute(*arguments, **named)
-            finally:
-                self._end_backward()
-
-        put_in_place(torch.autograd, "backward", backward)
+        backward = get_function(torch.autograd, "backward")
+        put_in_place(torch.autograd, "backward", add_calls(backward, self._begin_backward, self._end_backward))
 
     def _enter_module(self, module: nn.Module, inputs: tuple[object, ...]) -> None:
         """Begin the forward phase with the first module that is called to learn."""
-        if self._depth or self._place.phase_name not in BETWEEN or not torch.is_grad_enabled():
+        if self._calls.in_backward or self._place.phase_name not in BETWEEN or not torch.is_grad_enabled():
             return
         if not self._place.step:
             self._begin_step()
             self._place.begin(1)
         self._place.begin_phase(Phase.FORWARD.value)
 
-    def _begin_backward(self) -> None:
-        self._depth += 1
-        if self._depth > 1:
+    def _begin_backward(self, *arguments: object, **named: object) -> None:
+        if not self._calls.begin_backward():
             return
         if self._place.phase_name == Phase.FORWARD.value:
             self._place.end_phase(Phase.FORWARD.value, failed=False)
         self._place.begin_phase(Phase.BACKWARD.value)
 
     def _end_backward(self) -> None:
-        self._depth -= 1
-        if not self._depth:
+        if self._calls.end_backward():
             self._place.end_phase(Phase.BACKWARD.value, failed=False)
 
     def _begin_update(self, optimizer: Optimizer, *arguments: object) -> None:
@@ -88,11 +78,10 @@ class ScriptSteps:
     def _end_update(self, optimizer: Optimizer, *arguments: object) -> None:
         self._place.end_phase(Phase.OPTIMIZER_STEP.value, failed=False)
         self._updates[optimizer] = self._updates.get(optimizer, 0) + 1
-        if self._leader is None or self._leader() is None:
-            self._leader = weakref.ref(optimizer)
+        self._calls.begin_leading(optimizer)
         if min(self._updates.values()) >= STEPS_WALKED:
             self._end()
-        if self._leader() is optimizer:
+        if self._calls.leads(optimizer):
             self._place.end(self._place.step)
             self._begin_step()
             self._place.begin(self._place.step + 1)

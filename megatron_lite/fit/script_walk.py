@@ -24,8 +24,8 @@ from megatron_lite.fit.device_tensors import (
 from megatron_lite.fit.driverless_cuda import CannotPretend, let_torch_see_a_gpu
 from megatron_lite.fit.fake_ranks import stand_for_other_ranks
 from megatron_lite.fit.repeated_forwards import RepeatedForwards
+from megatron_lite.fit.replacing import put_in_place
 from megatron_lite.fit.script_steps import ScriptSteps
-from megatron_lite.fit.stand_ins import put_in_place
 from megatron_lite.fit.unknown_values import Branches, give_unknown_values
 from megatron_lite.formats.hardware import CUBLAS_THREADS
 from megatron_lite.formats.memory_snapshot import Frame, MemorySnapshot
@@ -109,7 +109,7 @@ class ScriptWalk:
         without_data = WithoutData()
         tensors = DeviceTensors(without_data, self.batch, self.branches)
         let_torch_compute_in_lists()
-        make_weights_without_data(tensors, without_data)
+        make_weights_without_data(without_data)
         give_unknown_values(self.branches)
         self._leave_uncompiled()
         stand_for_other_ranks()

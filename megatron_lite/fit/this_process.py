@@ -14,9 +14,9 @@ import torch
 from megatron_lite.errors import UserError
 from megatron_lite.fit.changes import CHANGES
 from megatron_lite.fit.device_tensors import MovedBatch
+from megatron_lite.fit.replacing import put_in_place
 from megatron_lite.fit.script_walk import PretendedGpu, ScriptWalk
-from megatron_lite.fit.stand_ins import put_in_place
-from megatron_lite.formats.fit_record import FitRecord, FitRequest
+from megatron_lite.formats.fit_record import ENDED_EARLY, FitRecord, FitRequest
 from megatron_lite.formats.memory_snapshot import MemorySnapshot
 from megatron_lite.instruments.snapshot_format import write_snapshot
 from megatron_lite.planner.walk.walk_steps import Walked
@@ -93,7 +93,7 @@ class FittedScript:
 
     def _end_early(self) -> None:
         """Say that the script ended before it had trained two steps."""
-        self._write(FitRecord(failure="the script ended before an optimizer had stepped twice"))
+        self._write(FitRecord(failure=ENDED_EARLY))
 
     def _end(self, walk: ScriptWalk) -> NoReturn:
         """Write what was found and leave, so that the script does nothing with what it has computed."""

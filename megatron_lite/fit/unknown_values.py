@@ -11,19 +11,19 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_lite.errors import UserError
+from megatron_lite.fit.known_truths import ORDINARY_NUMBER, read_known
 
-ORDINARY_NUMBER = 1.0  # finite, positive, not zero
 OVERFLOWED = 0.0  # what a gradient scaler counts
 SCALER = "/torch/amp/grad_scaler.py"
 HERE = ("/megatron_lite/fit/", "<frozen ")
 OURS = ("/torch/", "/megatron_lite/", "<frozen ")
 SHOWN = "unknown"
 COMPARISONS = ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__")
-TRUTH = "truth"  # attribute of the result of a comparison: what it is for an ordinary number
 
 
 class Branches:
@@ -139,8 +139,10 @@ def give_unknown_values(branches: Branches) -> None:
     """
 
     def item(tensor: Tensor) -> float:
+        if tensor.dtype == torch.bool:
+            return is_true(tensor)
         if not tensor.dtype.is_floating_point:
-            refuse_values("whole numbers")
+            return read_whole_number(tensor)
         caller = sys._getframe(1).f_code.co_filename
         if caller.endswith(SCALER):
             return OVERFLOWED
@@ -148,34 +150,25 @@ def give_unknown_values(branches: Branches) -> None:
 
     def is_true(tensor: Tensor) -> bool:
         branches.note()
-        return getattr(tensor, TRUTH, False)
+        return bool(read_known(tensor))
+
+    def read_whole_number(tensor: Tensor) -> int:
+        known = read_known(tensor)
+        if known is None:
+            refuse_values("whole numbers")
+        branches.note()
+        return int(known)
 
     answers: dict[str, Callable[..., object]] = {
         "item": item,
         "__float__": lambda tensor: float(ORDINARY_NUMBER),
         "__bool__": is_true,
         "__format__": lambda tensor, specification: SHOWN,
-        "__int__": lambda tensor: refuse_values("whole numbers"),
-        "__index__": lambda tensor: refuse_values("whole numbers"),
+        "__int__": read_whole_number,
+        "__index__": read_whole_number,
         "tolist": lambda tensor: refuse_values("numbers"),
         "numpy": lambda tensor, **named: refuse_values("arrays"),
         "__array__": lambda tensor, *arguments, **named: refuse_values("arrays"),
     }
-    for name in COMPARISONS:
-        answers[name] = _remember_truth(name)
     for name, answer in answers.items():
         setattr(FakeTensor, name, answer)
-
-
-def _remember_truth(name: str) -> Callable[..., object]:
-    """Make the comparison of that name, whose result knows whether it holds for an ordinary number."""
-    compare: Callable[..., object] = getattr(Tensor, name)
-    compare_numbers: Callable[[float, float], bool] = getattr(float, name)
-
-    def compare_and_remember(tensor: Tensor, other: object) -> object:
-        result = compare(tensor, other)
-        if isinstance(other, (int, float)) and isinstance(result, Tensor):
-            setattr(result, TRUTH, compare_numbers(ORDINARY_NUMBER, float(other)))
-        return result
-
-    return compare_and_remember

@@ -4,6 +4,8 @@ import enum
 
 import msgspec
 
+ENDED_EARLY = "the script ended before an optimizer had stepped twice"  # a failure of a walk
+
 
 class ChangeName(str, enum.Enum):
     """What can be changed of a script for a walk."""

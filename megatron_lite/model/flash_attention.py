@@ -35,18 +35,9 @@ def flash_attention(
     dropout: float,
     layer_number: int,
 ) -> Tensor:
-    """Attend, softmax(q k^T / sqrt(D)) v, without scores or masks in memory.
+    """Attend as explicit_attention does, without scores or masks in memory.
 
-    Args:
-        q_BNTD: Queries of the last positions of the keys.
-        k_BGSD: Keys.
-        v_BGSD: Values.
-        scope: The keys that each query attends to.
-        dropout: The probability with which probabilities become 0.
-        layer_number: The layer's number, from 1.
-
-    Returns:
-        out_BNTD.
+    The arguments are those of explicit_attention, as is the result.
     """
     if scope.is_plain and q_BNTD.shape[2] == k_BGSD.shape[2]:
         arguments = make_sdpa_arguments(q_BNTD, k_BGSD, None, dropout)

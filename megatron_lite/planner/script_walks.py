@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_lite.errors import UserError
-from megatron_lite.formats.fit_record import ChangeName, FitRecord, FitRequest
+from megatron_lite.formats.fit_record import ENDED_EARLY, ChangeName, FitRecord, FitRequest
 from megatron_lite.formats.hardware import Processor, cublas_workspace_bytes
 from megatron_lite.planner.fit_results import LargestBatch, WalkedChange
 from megatron_lite.planner.what_if import MARGIN
@@ -37,12 +37,25 @@ class Walker:
     processor: Processor | None
     ranks: int = 1
 
-    def walk(self, quiet: bool = True, **changes: object) -> FitRecord:
+    def walk(
+        self,
+        *,
+        quiet: bool = True,
+        snapshot: str = "",
+        batch: int = 0,
+        wanted_batch: int = 0,
+        change: ChangeName | None = None,
+        with_data: bool = False,
+    ) -> FitRecord:
         """Walk the command once.
 
         Args:
             quiet: Do not show what the script prints.
-            changes: Fields of FitRequest.
+            snapshot: As in FitRequest, like the rest.
+            batch: The script's own.
+            wanted_batch: The one that takes its place.
+            change: The change to make.
+            with_data: Run it with data instead.
 
         Returns:
             What was found; its `failure` says why nothing was.
@@ -52,7 +65,14 @@ class Walker:
         """
         with tempfile.TemporaryDirectory() as name:
             answer = Path(name) / "answer.json"
-            request = msgspec.structs.replace(self._make_request(str(answer)), **changes)
+            request = msgspec.structs.replace(
+                self._make_request(str(answer)),
+                snapshot=snapshot,
+                batch=batch,
+                wanted_batch=wanted_batch,
+                change=change,
+                with_data=with_data,
+            )
             environment = prepend_python_path(os.environ, BOOTSTRAP)
             environment[FIT_REQUEST] = msgspec.json.encode(request).decode()
             if self.ranks > 1:
@@ -65,9 +85,9 @@ class Walker:
                 raise UserError(
                     f"megatron-lite fit: {self.command[0]} cannot be run ({error.strerror}); check its name."
                 ) from None
+            last = (ended.stderr or "").strip().splitlines()[-1:] if quiet else []
             if answer.exists():
-                return msgspec.json.decode(answer.read_bytes(), type=FitRecord)
-        last = (ended.stderr or "").strip().splitlines()[-1:] if quiet else []
+                return _add_last_line(msgspec.json.decode(answer.read_bytes(), type=FitRecord), last)
         unseen = "no process of the command imported torch and trained"
         raise UserError(f"megatron-lite fit: {': '.join([unseen, *last])} (exit code {ended.returncode}).")
 
@@ -137,6 +157,13 @@ class Walker:
         if not fitting:
             return None, f"batches of {min(walked)} do not fit either"
         return LargestBatch(max(fitting), walked[max(fitting)]), ""
+
+
+def _add_last_line(record: FitRecord, last: list[str]) -> FitRecord:
+    """Let a script that ended early say why, in the last line that it wrote to stderr."""
+    if record.failure != ENDED_EARLY:
+        return record
+    return msgspec.structs.replace(record, failure=": ".join([ENDED_EARLY, *last]))
 
 
 def choose_next_batch(walked: dict[int, int], room_bytes: int) -> int:

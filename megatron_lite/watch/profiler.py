@@ -37,6 +37,7 @@ from megatron_lite.instruments.snapshot_format import extend_name
 from megatron_lite.instruments.step_time import StepTime
 from megatron_lite.instruments.timeline import MemoryNow, Timeline
 from megatron_lite.instruments.torch_profiler import TorchProfiler
+from megatron_lite.instruments.training_calls import TrainingCalls
 from megatron_lite.machine import read_machine
 from megatron_lite.phases import Phase
 from megatron_lite.process_folder import choose_process_folder, release_process_folder
@@ -146,9 +147,8 @@ class Profiler:
         self._first_sign = 0.0  # of training, by time.perf_counter()
         # calls that are open: one may call another
         self._in_optimizer = 0
-        self._in_backward = 0
         self._in_gradients = 0  # torch.autograd.grad
-        self._leader: weakref.ref[Optimizer] | None = None  # the optimizer whose steps are counted
+        self._calls = TrainingCalls()
         self._updates = HandUpdates()  # asked until an optimizer of torch steps
         self._passes = 0  # of backward, each within a step
         self._steps_by_hand = 0
@@ -192,7 +192,7 @@ class Profiler:
         self._finds_steps = False
         self._first_sign = self._first_sign or time.perf_counter()
         # the first step has already ended where its optimizer stepped
-        if self._is_open() and not (found and self._leader is not None):
+        if self._is_open() and not (found and self._calls.has_leader):
             self._end_step()
 
     @contextlib.contextmanager
@@ -252,7 +252,7 @@ class Profiler:
             steps_by_hand=self._steps_by_hand > 0,
         )
         write_run(self.folder, ended)
-        if self._leader is None and self._finds_steps:
+        if not self._calls.has_leader and self._finds_steps:
             counting = describe_counting(self._passes, self._steps_by_hand)
             if counting:
                 _tell(counting)
@@ -393,8 +393,7 @@ class Profiler:
         inputs: object = None,
         **named: object,
     ) -> None:
-        self._in_backward += 1
-        if self._in_backward > 1 or not self._is_open():  # activations computed again call it within itself
+        if not self._calls.begin_backward() or not self._is_open():
             return
         self._end_step_by_hand()
         self._passes += 1
@@ -406,8 +405,7 @@ class Profiler:
         self._move(BACKWARD_PHASE)
 
     def _end_backward(self) -> None:
-        self._in_backward -= 1
-        if self._in_backward != 0:
+        if not self._calls.end_backward():
             return
         if self._finds_hand_updates():
             self._updates.end_pass()
@@ -432,8 +430,8 @@ class Profiler:
     ) -> None:
         """Count torch.autograd.grad as backward, in a loop that calls no other and steps no optimizer of torch."""
         self._in_gradients += 1
-        is_within = self._in_backward or self._in_optimizer or self._in_gradients > 1
-        if create_graph or self._passes or is_within or self._leader is not None or not self._is_open():
+        is_within = self._calls.in_backward or self._in_optimizer or self._in_gradients > 1
+        if create_graph or self._passes or is_within or self._calls.has_leader or not self._is_open():
             return
         self._end_step_by_hand()
         self._updates.begin_pass(outputs, inputs)
@@ -443,14 +441,14 @@ class Profiler:
 
     def _end_gradients(self) -> None:
         self._in_gradients -= 1
-        if self._in_gradients == 0 and self._phase == BACKWARD_PHASE and not self._in_backward:
+        if self._in_gradients == 0 and self._phase == BACKWARD_PHASE and not self._calls.in_backward:
             self._updates.end_pass(gives_gradients=True)
             self._move(self._find_phase_after_backward())
 
     def _finds_hand_updates(self) -> bool:
         """Whether steps end with updates by hand: as long as no optimizer of torch has stepped and the loop has not
         said where a step ends."""
-        return self._leader is None and self._finds_steps and not self._in_optimizer
+        return not self._calls.has_leader and self._finds_steps and not self._in_optimizer
 
     def _end_step_by_hand(self) -> None:
         """End the step where the script has updated weights without an optimizer of torch."""
@@ -463,10 +461,9 @@ class Profiler:
     def _end_optimizer(self, optimizer: Optimizer) -> None:
         if self._in_optimizer or not self._is_open():
             return
-        if self._leader is None or self._leader() is None:
-            self._leader = weakref.ref(optimizer)
+        if self._calls.begin_leading(optimizer):
             self._note_parameters(optimizer)
-        if self._finds_steps and self._leader() is optimizer:
+        if self._finds_steps and self._calls.leads(optimizer):
             self._end_step()
         else:
             self._losses.part(self._step)
@@ -486,7 +483,7 @@ class Profiler:
         """Open the phase of torch.save, which is no part of a step's training unless the loop names its phases
         itself."""
         is_recorded = self._instruments is not None and threading.get_ident() == self._thread
-        if is_recorded and not self._named and not self._in_backward and not self._in_optimizer:
+        if is_recorded and not self._named and not self._calls.in_backward and not self._in_optimizer:
             self._saving.enter_context(self.phase(Phase.SAVE.value))
 
     def _end_save(self) -> None:

@@ -28,7 +28,7 @@ SMALL_MODEL = [
 
 from megatron_lite.analysis.memory.read import analyze_snapshot
 from megatron_lite.cli.main import main
-from megatron_lite.formats.fit_record import ChangeName, FitRecord
+from megatron_lite.formats.fit_record import ENDED_EARLY, ChangeName, FitRecord
 from megatron_lite.formats.hardware import CUBLAS_THREADS, cublas_workspace_bytes
 from megatron_lite.planner.find_processors import find_processor
 from megatron_lite.planner.script_walks import Walker
@@ -96,6 +96,10 @@ def test_a_changed_batch_and_less_memory_are_walked_too(tmp_path):
     "line, named",
     [
         ("if loss > 10: raise SystemExit('diverged')", "branches"),
+        ("assert torch.isfinite(loss) and not torch.isnan(loss).any()", "branches"),
+        pytest.param("assert not (~torch.isfinite(loss)).cpu().item()", "branches", marks=pytest.mark.slow),
+        pytest.param("assert torch.isnan(model[0].weight).sum().item() == 0", "branches", marks=pytest.mark.slow),
+        pytest.param("ok = torch.isfinite(loss); ok &= loss > 10; assert not ok", "branches", marks=pytest.mark.slow),
         pytest.param("print(loss.item(), loss / 2, f'{loss:.3f}')", "", marks=pytest.mark.slow),
         pytest.param("picked = x[int(loss)]", "failure", marks=pytest.mark.slow),
         pytest.param("values = loss.tolist()", "failure", marks=pytest.mark.slow),
@@ -124,6 +128,12 @@ def test_a_script_that_does_not_train_says_so(tmp_path, text, capsys):
     assert main(["fit", "--quick", "--", sys.executable, str(tmp_path / "train.py")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: megatron-lite fit:")
+
+
+@pytest.mark.slow
+def test_a_script_that_ends_early_says_so_in_its_own_words(tmp_path):
+    found = make_walker(tmp_path, f"{BEGIN}\nraise SystemExit('no data in shards/')").walk()
+    assert found.failure == f"{ENDED_EARLY}: no data in shards/"
 
 
 @pytest.mark.slow

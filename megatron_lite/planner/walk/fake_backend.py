@@ -11,6 +11,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+# by its name: a script that is walked finds another function in its place
+from torch.distributed.distributed_c10d import init_process_group
+
 from megatron_lite.config.layout import is_of_experts
 from megatron_lite.config.plan import Plan
 from megatron_lite.marks import GRADIENT_BUFFER, mark_memory
@@ -97,6 +100,18 @@ def _attend_without_data(
     )
 
 
+def open_fake_group(rank: int, size: int) -> None:
+    """Open torch's fake process group, whose collectives end at once.
+
+    Args:
+        rank: That of this process.
+        size: Number of ranks.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+
+
 @contextlib.contextmanager
 def fake_other_ranks(plan: Plan) -> Iterator[Groups]:
     """Make collectives inside the block end at once, over torch's fake process group.
@@ -104,9 +119,7 @@ def fake_other_ranks(plan: Plan) -> Iterator[Groups]:
     Yields:
         The plan's groups of ranks.
     """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=plan.world.rank, world_size=plan.world.size)
+    open_fake_group(plan.world.rank, plan.world.size)
     try:
         yield make_groups(plan, HOST)
     finally:
