@@ -34,7 +34,7 @@ from megatron_lite.phases import RECOMPUTE, Phase
 FORWARD = Phase.FORWARD.value
 BACKWARD = Phase.BACKWARD.value
 FRESH = ("aten::lift_fresh", "aten::resize_")  # their result is an argument, and its memory may be new all the same
-STAND_INS = "megatron_lite/fit/"  # files whose functions stand in the place of torch's: no stack shows them
+STAND_INS = "megatron_lite/script_walk/"  # files whose functions stand in the place of torch's: no stack shows them
 # code that records, or calls what records, is left out of stacks
 RECORDERS = (
     "megatron_lite/instruments/",

@@ -20,7 +20,10 @@ HALVES = {
     "instruments": {"instruments", "watch"},
     "planner": {"planner"},
     "walk": {"walk"},  # of a plan: it takes a real step of the trainer
-    "rehearsal": {"rehearsal", "fit"},  # have the explainer read snapshots of walks: of a plan, of scripts of others
+    "rehearsal": {
+        "rehearsal",
+        "script_walk",
+    },  # have the explainer read snapshots of walks: of a plan, of scripts of others
     "explainer": {"analysis"},
     "renderers": {"report"},
     "entry": {"__main__", "run_planner"},  # hands the planner to the trainer, and words to commands

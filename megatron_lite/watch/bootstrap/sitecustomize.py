@@ -51,7 +51,7 @@ def start() -> None:
         if importlib.util.find_spec("megatron_lite") is None:
             sys.path.append(str(PACKAGE_PARENT))
         if walks:
-            importlib.import_module("megatron_lite.fit.this_process").walk_this_process()
+            importlib.import_module("megatron_lite.script_walk.this_process").walk_this_process()
         else:
             importlib.import_module("megatron_lite.watch.this_process").watch_this_process()
     except Exception as error:  # noqa: BLE001 - a script has to run, watched or not

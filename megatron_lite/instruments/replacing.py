@@ -11,7 +11,7 @@ def get_function(place: object, name: str) -> Callable[..., Any]:
 
     Args:
         place: A module or class.
-        name: Of the function in it.
+        name: The name of the function in it.
     """
     function: Callable[..., Any] = getattr(place, name)
     return function
@@ -22,7 +22,7 @@ def put_in_place(place: object, name: str, by: object) -> None:
 
     Args:
         place: A module or class.
-        name: Of the function in it.
+        name: The name of the function in it.
         by: What stands there from now on.
     """
     setattr(place, name, by)

@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from megatron_lite.fit.known_truths import ORDINARY_NUMBER, learn
-from megatron_lite.fit.replacing import get_function, put_in_place
-from megatron_lite.fit.unknown_values import Branches, refuse_values
+from megatron_lite.instruments.replacing import get_function, put_in_place
+from megatron_lite.script_walk.known_truths import ORDINARY_NUMBER, learn
+from megatron_lite.script_walk.unknown_values import Branches, refuse_values
 
 MODULE_FILES = "/torch/nn/modules/"  # files whose empty tensors are weights
 MAX_DEPTH = 6  # frames between such a file and a mode

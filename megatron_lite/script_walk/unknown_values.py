@@ -16,11 +16,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_lite.errors import UserError
-from megatron_lite.fit.known_truths import ORDINARY_NUMBER, read_known
+from megatron_lite.script_walk.known_truths import ORDINARY_NUMBER, read_known
 
 OVERFLOWED = 0.0  # what a gradient scaler counts
 SCALER = "/torch/amp/grad_scaler.py"
-HERE = ("/megatron_lite/fit/", "<frozen ")
+HERE = ("/megatron_lite/script_walk/", "<frozen ")
 OURS = ("/torch/", "/megatron_lite/", "<frozen ")
 SHOWN = "unknown"
 COMPARISONS = ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__")

@@ -10,8 +10,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from megatron_lite.fit.replacing import get_function, put_in_place
 from megatron_lite.instruments.memory_tags import StepMarks
+from megatron_lite.instruments.replacing import get_function, put_in_place
 from megatron_lite.instruments.training_calls import TrainingCalls
 from megatron_lite.phases import SETUP, Phase
 from megatron_lite.watch.stand_ins import add_calls

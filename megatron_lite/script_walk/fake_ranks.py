@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_lite.fit.replacing import put_in_place
+from megatron_lite.instruments.replacing import put_in_place
 from megatron_lite.parallel.data_parallel import BUCKET_MIB
 from megatron_lite.planner.walk.fake_backend import BucketedReplica, open_fake_group
 

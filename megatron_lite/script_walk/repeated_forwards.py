@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
-from megatron_lite.fit.replacing import get_function, put_in_place
+from megatron_lite.instruments.replacing import get_function, put_in_place
 
 MIN_WALKED = 2  # of one kind: the first one may fill caches
 PLAIN = (int, float, str, bool, type(None))

@@ -13,27 +13,27 @@ from torch import nn
 
 from megatron_lite.caching_allocator import Allocation, rounded
 from megatron_lite.errors import UserError
-from megatron_lite.fit.cuda_answers import answer_as
-from megatron_lite.fit.device_tensors import (
+from megatron_lite.formats.hardware import CUBLAS_THREADS
+from megatron_lite.formats.memory_snapshot import Frame, MemorySnapshot
+from megatron_lite.instruments.memory_tags import ModuleHooks, StepMarks
+from megatron_lite.instruments.memory_tracker import StorageTracker
+from megatron_lite.instruments.replacing import put_in_place
+from megatron_lite.instruments.snapshot_format import ALLOC, FREE
+from megatron_lite.planner.walk.kernels import InPlaceGradients, replace_kernels
+from megatron_lite.planner.walk.tracker import CollectiveCounter, RehearsalTracker
+from megatron_lite.script_walk.cuda_answers import answer_as
+from megatron_lite.script_walk.device_tensors import (
     DeviceTensors,
     MovedBatch,
     WithoutData,
     let_torch_compute_in_lists,
     make_weights_without_data,
 )
-from megatron_lite.fit.driverless_cuda import CannotPretend, let_torch_see_a_gpu
-from megatron_lite.fit.fake_ranks import stand_for_other_ranks
-from megatron_lite.fit.repeated_forwards import RepeatedForwards
-from megatron_lite.fit.replacing import put_in_place
-from megatron_lite.fit.script_steps import ScriptSteps
-from megatron_lite.fit.unknown_values import Branches, give_unknown_values
-from megatron_lite.formats.hardware import CUBLAS_THREADS
-from megatron_lite.formats.memory_snapshot import Frame, MemorySnapshot
-from megatron_lite.instruments.memory_tags import ModuleHooks, StepMarks
-from megatron_lite.instruments.memory_tracker import StorageTracker
-from megatron_lite.instruments.snapshot_format import ALLOC, FREE
-from megatron_lite.planner.walk.kernels import InPlaceGradients, replace_kernels
-from megatron_lite.planner.walk.tracker import CollectiveCounter, RehearsalTracker
+from megatron_lite.script_walk.driverless_cuda import CannotPretend, let_torch_see_a_gpu
+from megatron_lite.script_walk.fake_ranks import stand_for_other_ranks
+from megatron_lite.script_walk.repeated_forwards import RepeatedForwards
+from megatron_lite.script_walk.script_steps import ScriptSteps
+from megatron_lite.script_walk.unknown_values import Branches, give_unknown_values
 
 MAX_WALKED_EVENTS = 10_000_000
 AUTOGRAD_KEYS = {"cuda": "AutogradCUDA", "cpu": "AutogradCPU"}

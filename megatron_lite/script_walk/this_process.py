@@ -12,15 +12,15 @@ import msgspec
 import torch
 
 from megatron_lite.errors import UserError
-from megatron_lite.fit.changes import CHANGES
-from megatron_lite.fit.device_tensors import MovedBatch
-from megatron_lite.fit.replacing import put_in_place
-from megatron_lite.fit.script_walk import PretendedGpu, ScriptWalk
 from megatron_lite.formats.fit_record import ENDED_EARLY, FitRecord, FitRequest
 from megatron_lite.formats.memory_snapshot import MemorySnapshot
+from megatron_lite.instruments.replacing import put_in_place
 from megatron_lite.instruments.snapshot_format import write_snapshot
 from megatron_lite.planner.walk.walk_steps import Walked
 from megatron_lite.rehearsal import summarize_walk
+from megatron_lite.script_walk.changes import CHANGES
+from megatron_lite.script_walk.device_tensors import MovedBatch
+from megatron_lite.script_walk.walk import PretendedGpu, ScriptWalk
 from megatron_lite.variables import FIT_REQUEST
 
 FAILED_CODE = 1

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_lite.fit.replacing import put_in_place
+from megatron_lite.instruments.replacing import put_in_place
 
 GPU = torch.device("cuda", 0)
 HAS_BF16 = (8, 0)  # compute capability of the first GPUs with bf16 and TF32
