@@ -15,7 +15,7 @@ from megatron_lite.formats.hardware import Processor
 from megatron_lite.live_line import LiveLine
 from megatron_lite.planner.find_processors import find_processors
 from megatron_lite.planner.fit_results import FitReport, GpuRoom, WalkedChange
-from megatron_lite.planner.script_walks import Walker
+from megatron_lite.planner.script_walks import Walker, refuse_other_makers
 from megatron_lite.report.fit_terminal import fit_lines
 from megatron_lite.report.text import get_style
 from megatron_lite.terminal import print_lines
@@ -75,11 +75,10 @@ def _take_first_rank(command: list[str]) -> tuple[list[str], int]:
 
 
 def _list_processors(names: list[str]) -> list[Processor]:
-    """List the GPUs that were named. UserError for those that are not NVIDIA's: their kernels are others."""
+    """List the GPUs that were named. UserError for those that are not NVIDIA's."""
     found = find_processors(names)
     for processor in found:
-        if processor.capability is None:
-            raise UserError(f"--gpu {processor.name}: only NVIDIA's GPUs can be walked; name one of them.")
+        refuse_other_makers(processor)
     return found
 
 

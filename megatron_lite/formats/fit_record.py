@@ -6,6 +6,11 @@ import msgspec
 
 ENDED_EARLY = "the script ended before an optimizer had stepped twice"  # a failure of a walk
 
+NOT_ON_GPU = (
+    'nothing was computed on the GPU that torch.cuda shows: put model and batches on "cuda" (a flag of the script, '
+    "such as --device=cuda), or walk it as on the CPU by --cpu"
+)
+
 
 class ChangeName(str, enum.Enum):
     """What can be changed of a script for a walk."""

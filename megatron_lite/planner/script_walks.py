@@ -66,7 +66,7 @@ class Walker:
         with tempfile.TemporaryDirectory() as name:
             answer = Path(name) / "answer.json"
             request = msgspec.structs.replace(
-                self._make_request(str(answer)),
+                make_request(self.processor, str(answer)),
                 snapshot=snapshot,
                 batch=batch,
                 wanted_batch=wanted_batch,
@@ -90,20 +90,6 @@ class Walker:
                 return _add_last_line(msgspec.json.decode(answer.read_bytes(), type=FitRecord), last)
         unseen = "no process of the command imported torch and trained"
         raise UserError(f"megatron-lite fit: {': '.join([unseen, *last])} (exit code {ended.returncode}).")
-
-    def _make_request(self, answer: str) -> FitRequest:
-        processor = self.processor
-        if processor is None:
-            return FitRequest(answer=answer)
-        assert processor.capability is not None  # GPUs of other makers were refused
-        major, minor = f"{processor.capability:.1f}".split(".")
-        return FitRequest(
-            answer=answer,
-            gpu=f"NVIDIA {processor.name}",
-            capability=(int(major), int(minor)),
-            total_bytes=processor.memory_bytes,
-            workspace_bytes=cublas_workspace_bytes(processor, deterministic=False),
-        )
 
     def walk_changes(self, record: FitRecord, show: Callable[[str], object]) -> tuple[WalkedChange, ...]:
         """Walk the command with each change.
@@ -164,6 +150,35 @@ def _add_last_line(record: FitRecord, last: list[str]) -> FitRecord:
     if record.failure != ENDED_EARLY:
         return record
     return msgspec.structs.replace(record, failure=": ".join([ENDED_EARLY, *last]))
+
+
+def make_request(processor: Processor | None, answer: str) -> FitRequest:
+    """Make the request of a plain walk.
+
+    Args:
+        processor: The GPU that the script finds; None: it runs as on the CPU.
+        answer: The file in which the answer is written.
+
+    Raises:
+        UserError: The GPU is not NVIDIA's.
+    """
+    if processor is None:
+        return FitRequest(answer=answer)
+    refuse_other_makers(processor)
+    major, minor = f"{processor.capability:.1f}".split(".")
+    return FitRequest(
+        answer=answer,
+        gpu=f"NVIDIA {processor.name}",
+        capability=(int(major), int(minor)),
+        total_bytes=processor.memory_bytes,
+        workspace_bytes=cublas_workspace_bytes(processor, deterministic=False),
+    )
+
+
+def refuse_other_makers(processor: Processor) -> None:
+    """Raise UserError for a GPU that is not NVIDIA's: its kernels are others."""
+    if processor.capability is None:
+        raise UserError(f"--gpu {processor.name}: only NVIDIA's GPUs can be walked; name one of them.")
 
 
 def choose_next_batch(walked: dict[int, int], room_bytes: int) -> int:

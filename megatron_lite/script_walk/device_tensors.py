@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -89,7 +90,7 @@ class DeviceTensors(TorchDispatchMode):
         self._batch = batch
         self._branches = branches
         self._is_child = False
-        self._moving_modules = 0  # calls of Module.to and its kin that are open
+        self._moving_state = 0  # calls that move weights, buffers or moments and are open
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -102,20 +103,27 @@ class DeviceTensors(TorchDispatchMode):
         # a tensor that is made of numbers is made on the host and then moved, so that its move is seen
         torch._C._set_only_lift_cpu_tensors(True)
         os.register_at_fork(after_in_child=self._become_child)
-        self._see_moving_modules()
+        # Module.to and its kin
+        self._see_moving_state(nn.Module, "_apply")
+        self._see_moving_state(Optimizer, "load_state_dict")
 
-    def _see_moving_modules(self) -> None:
-        """Tell weights and buffers that move to the GPU from batches that do."""
-        move = get_function(nn.Module, "_apply")
+    def _see_moving_state(self, place: type, name: str) -> None:
+        """Tell weights, buffers and moments that move to the GPU from batches that do.
 
-        def move_module(module: nn.Module, *arguments: object, **named: object) -> object:
-            self._moving_modules += 1
+        Args:
+            place: The class of what holds them.
+            name: The name of its method that moves them.
+        """
+        move = get_function(place, name)
+
+        def move_state(*arguments: object, **named: object) -> object:
+            self._moving_state += 1
             try:
-                return move(module, *arguments, **named)
+                return move(*arguments, **named)
             finally:
-                self._moving_modules -= 1
+                self._moving_state -= 1
 
-        put_in_place(nn.Module, "_apply", move_module)
+        put_in_place(place, name, move_state)
 
     def _become_child(self) -> None:
         self._is_child = True
@@ -137,7 +145,7 @@ class DeviceTensors(TorchDispatchMode):
             refuse_values("values")
         if func._schema.is_mutable and args and _has_data(args[0]):
             return self._fill(args[0])
-        is_moved = func is MOVE and not isinstance(args[0], FakeTensor) and not self._moving_modules
+        is_moved = func is MOVE and not isinstance(args[0], FakeTensor) and not self._moving_state
         args, named = tree_map_only(Tensor, self.drop_data, (args, named))
         if is_moved:
             args = (self._batch.resize(args[0]), *args[1:])

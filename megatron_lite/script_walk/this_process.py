@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from megatron_lite.errors import UserError
-from megatron_lite.formats.fit_record import ENDED_EARLY, FitRecord, FitRequest
+from megatron_lite.formats.fit_record import ENDED_EARLY, NOT_ON_GPU, FitRecord, FitRequest
 from megatron_lite.formats.memory_snapshot import MemorySnapshot
 from megatron_lite.instruments.replacing import put_in_place
 from megatron_lite.instruments.snapshot_format import write_snapshot
@@ -24,6 +24,7 @@ from megatron_lite.script_walk.walk import PretendedGpu, ScriptWalk
 from megatron_lite.variables import FIT_REQUEST
 
 FAILED_CODE = 1
+WORKSPACE = "workspace"  # the category of what cuBLAS holds
 OF_A_LOADER = "--multiprocessing-fork"  # in the command line of a worker that was spawned
 SAVED = "torch.save wrote no file: weights have no values"
 
@@ -54,7 +55,7 @@ class FittedScript:
     def start(self) -> None:
         """Start, for the rest of the process."""
         sys.excepthook = self._make_hook(sys.excepthook)
-        atexit.register(self._end_early)
+        atexit.register(self._note_early_end)
         if self._request.with_data:
             self._walk.record()
             return
@@ -64,8 +65,7 @@ class FittedScript:
         try:
             self._walk.start()
         except UserError as error:
-            self._write(FitRecord(failure="\n".join(error.lines)))
-            _leave(FAILED_CODE)
+            self.fail(error)
 
     def _keep_files(self) -> None:
         """Keep the script from writing weights that have no values over those of a run."""
@@ -82,17 +82,26 @@ class FittedScript:
         """Make a hook for the error that ends the script."""
 
         def note_error(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-            if isinstance(error, UserError):
-                self._write(FitRecord(failure="\n".join(error.lines)))
-            else:
+            if not isinstance(error, UserError):
                 show(kind, error, traceback)
-                self._write(FitRecord(failure=f"{kind.__name__}: {error}"))
-            _leave(FAILED_CODE)
+            self.fail(error)
 
         return note_error
 
-    def _end_early(self) -> None:
-        """Say that the script ended before it had trained two steps."""
+    def fail(self, error: BaseException) -> NoReturn:
+        """Write what went wrong in the script, and leave."""
+        if isinstance(error, UserError):
+            self._write(FitRecord(failure="\n".join(error.lines)))
+        else:
+            self._write(FitRecord(failure=f"{type(error).__name__}: {error}"))
+        _leave(FAILED_CODE)
+
+    def end_early(self) -> NoReturn:
+        """Write that the script ended before it had trained two steps, and leave."""
+        self._note_early_end()
+        _leave(FAILED_CODE)
+
+    def _note_early_end(self) -> None:
         self._write(FitRecord(failure=ENDED_EARLY))
 
     def _end(self, walk: ScriptWalk) -> NoReturn:
@@ -109,6 +118,8 @@ class FittedScript:
 
     def _summarize(self, walk: ScriptWalk, snapshot: MemorySnapshot) -> FitRecord:
         found = summarize_walk(Walked(snapshot))
+        if self._request.gpu and found.categories.get(WORKSPACE) == found.allocated_peak_bytes:
+            return FitRecord(failure=NOT_ON_GPU)
         if walk.left_uncompiled:
             self._notes.append("torch.compile was left out: compiled code holds less")
         return FitRecord(

@@ -132,8 +132,8 @@ def test_a_script_that_does_not_train_says_so(tmp_path, text, capsys):
 
 @pytest.mark.slow
 def test_a_script_that_ends_early_says_so_in_its_own_words(tmp_path):
-    found = make_walker(tmp_path, f"{BEGIN}\nraise SystemExit('no data in shards/')").walk()
-    assert found.failure == f"{ENDED_EARLY}: no data in shards/"
+    found = make_walker(tmp_path, f"{BEGIN}\nraise SystemExit('shards: 0')").walk()
+    assert found.failure == f"{ENDED_EARLY}: shards: 0"
 
 
 @pytest.mark.slow
