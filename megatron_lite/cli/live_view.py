@@ -17,7 +17,7 @@ from megatron_lite.analysis.run.read import compute_rank_medians, compute_speed
 from megatron_lite.analysis.run.run_results import RankLines, Run, Steps
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.phases import NOT_TRAINING
-from megatron_lite.report.live_screen import RankNow, View
+from megatron_lite.report.live_screen import LossCurve, PhaseNow, RankNow, View
 from megatron_lite.report.text import milliseconds, percent
 from megatron_lite.units import count, significant, size
 
@@ -43,8 +43,10 @@ def build_view(run: Run, recent: RankLines | None) -> View:
     if recent:
         now = replace(run, ranks=compute_rank_medians(recent, run.iterations[run.ordinary]))
     facts = Facts(ranks_seen=(), ranks=compare_ranks_of_run(now), snapshots=(), run=now, gaps=())
-    phases = _compare_phases(run, last)
+    phases = tuple(_compare_phases(run, last))
     ranks = tuple(_list_ranks(now))
+    now_ms = speed["steady_step_ms"]
+    slower = _describe_slowdown(run, last, now_ms, phases)
     return View(
         title=describe_run([run.folder], facts),
         status=run.status,
@@ -52,7 +54,7 @@ def build_view(run: Run, recent: RankLines | None) -> View:
         ended=_read_time(run.record.ended),
         iteration=_get_iteration(run),
         last_iteration=run.plan.train_iters,
-        left_s=_predict_left_s(run, speed["steady_step_ms"] or run.steady_step_ms),
+        left_s=_predict_left_s(run, now_ms or run.steady_step_ms),
         figures=tuple(_list_figures(run, last, speed)),
         curve=_shorten_losses(run),
         phases=phases,
@@ -60,7 +62,7 @@ def build_view(run: Run, recent: RankLines | None) -> View:
         ranks=ranks,
         skew=_describe_skew(ranks, run),
         memory=tuple(_describe_memory(run, recent)),
-        warnings=tuple(_list_warnings(run, last, speed["steady_step_ms"], phases)),
+        warnings=(*_list_failures(run, last), *slower, *_list_damage(run)),
         findings=tuple(map(_describe_finding, apply_rules(facts))),
         slowest_ms=float(last.step_ms.max(initial=0.0)),
     )
@@ -103,25 +105,28 @@ def _read_time(value: object) -> float | None:
         return None
 
 
-def _compare_phases(run: Run, last: Steps) -> tuple[tuple[str, float, float], ...]:
-    """Compare the phases of the last steps with those of the run: name, ms now, ms over the run.
+def _compare_phases(run: Run, last: Steps) -> Iterator[PhaseNow]:
+    """Compare the phases of the last steps with those of the run; phases that take little stand together at the end.
 
-    Phases that take little stand together. () where either has no step that was timed.
+    Yields nothing where either has no step that was timed.
     """
     on_gpu = bool(run.gpu_phases_ms)
-    now = _measure_phases(last, on_gpu)
-    usual = _measure_phases(run, on_gpu)
-    if not now or not usual:
-        return ()
-    pairs = [(name, ms, usual.get(name, 0.0)) for name, ms in now.items()]
-    least_ms = MIN_PHASE_SHARE * math.fsum(now.values())
-    small = [pair for pair in pairs if max(pair[1:]) < least_ms]
-    shown = [pair for pair in pairs if pair not in small]
+    now_ms = _measure_phases(last, on_gpu)
+    usual_ms = _measure_phases(run, on_gpu)
+    if not now_ms or not usual_ms:
+        return
+    least_ms = MIN_PHASE_SHARE * math.fsum(now_ms.values())
+    small = []
+    for name, ms in now_ms.items():
+        phase = PhaseNow(name, ms, usual_ms.get(name, 0.0))
+        if phase.longer_ms < least_ms:
+            small.append(phase)
+        else:
+            yield phase
     if small:
-        now_ms = math.fsum(ms for _, ms, _ in small)
-        usual_ms = math.fsum(ms for _, _, ms in small)
-        shown.append((REMAINING_PHASES, now_ms, usual_ms))
-    return tuple(shown)
+        sum_now_ms = math.fsum(phase.now_ms for phase in small)
+        sum_usual_ms = math.fsum(phase.usual_ms for phase in small)
+        yield PhaseNow(REMAINING_PHASES, sum_now_ms, sum_usual_ms)
 
 
 def _measure_phases(steps: Steps, on_gpu: bool) -> dict[str, float]:
@@ -180,13 +185,13 @@ def _list_figures(run: Run, last: Steps, speed: dict[str, float | None]) -> Iter
             yield f"{name} {significant(known[-1])}"
 
 
-def _shorten_losses(run: Run) -> tuple[Sequence[float], Sequence[float]]:
+def _shorten_losses(run: Run) -> LossCurve:
     """Means of at most BINS stretches of iterations that have a loss."""
     known = ~np.isnan(run.losses) & ~run.skipped
     iterations = run.iterations[known]
     losses = run.losses[known]
     if len(iterations) < 2:
-        return (), ()
+        return LossCurve((), ())
     first = iterations[0]
     length = max(float(iterations[-1] - first), 1.0)
     bins = np.clip((iterations - first) / length * BINS, 0, BINS - 1).astype(int)
@@ -196,7 +201,7 @@ def _shorten_losses(run: Run) -> tuple[Sequence[float], Sequence[float]]:
     mean_losses = np.bincount(bins, losses, BINS)[filled] / members[filled]
     # the curve's ends are those of the run
     mean_iterations[[0, -1]] = iterations[[0, -1]]
-    return mean_iterations.tolist(), mean_losses.tolist()
+    return LossCurve(mean_iterations.tolist(), mean_losses.tolist())
 
 
 def _list_ranks(run: Run) -> Iterator[RankNow]:
@@ -269,23 +274,17 @@ def _describe_ranks_memory(of_ranks: Numbers, room_bytes: float | None = None) -
     return f"{text} on rank {np.nanargmax(of_ranks)}, {least} on rank {np.nanargmin(of_ranks)}"
 
 
-def _list_warnings(
-    run: Run, last: Steps, now_ms: float | None, phases: Sequence[tuple[str, float, float]]
-) -> Iterator[str]:
-    """List what is wrong: ranks that fail, skipped steps, a loss that rises, slow steps, damaged files.
-
-    Args:
-        run: what the folder says.
-        last: its last steps.
-        now_ms: the time of a typical one of the last steps.
-        phases: what _compare_phases found.
-    """
+def _list_failures(run: Run, last: Steps) -> Iterator[str]:
+    """List what goes wrong in the training: ranks that fail, skipped steps, a loss that rises."""
     if run.verdict_on_ranks and run.verdict_on_ranks not in run.status:
         yield run.verdict_on_ranks
     yield from _describe_skipped(run, last)
     if risen := describe_rise(run):
         yield risen
-    yield from _describe_slowdown(run, last, now_ms, phases)
+
+
+def _list_damage(run: Run) -> Iterator[str]:
+    """List what could not be read of the run's files."""
     for note in run.notes:
         if "cannot be" in note or "damaged" in note:
             yield note
@@ -308,9 +307,7 @@ def _describe_skipped(run: Run, last: Steps) -> Iterator[str]:
     yield f"{numbers}; the newest is iteration {count(newest)}"
 
 
-def _describe_slowdown(
-    run: Run, last: Steps, now_ms: float | None, phases: Sequence[tuple[str, float, float]]
-) -> Iterator[str]:
+def _describe_slowdown(run: Run, last: Steps, now_ms: float | None, phases: Sequence[PhaseNow]) -> Iterator[str]:
     """Describe by how much the last steps take longer than the run's, and the phase that grew most.
 
     Args:
@@ -326,11 +323,15 @@ def _describe_slowdown(
     noise_ms = max(MIN_LONGER_SHARE * usual_ms, run.step_spread_ms or 0.0)
     if now_ms - usual_ms <= noise_ms:
         return
-    growth_ms = {name: ms - before_ms for name, ms, before_ms in phases}
-    where = ""
-    if growth_ms:
-        name = max(growth_ms, key=lambda name: growth_ms[name])
-        if growth_ms[name] > 0:
-            where = f", {name} by {milliseconds(growth_ms[name])} ms"
     longer = f"{now_ms / usual_ms - 1:.0%} longer than the run's median of {milliseconds(usual_ms)} ms"
-    yield f"steps take {longer}{where}"
+    yield f"steps take {longer}{_name_grown_phase(phases)}"
+
+
+def _name_grown_phase(phases: Sequence[PhaseNow]) -> str:
+    """Name the phase that grew most and by how much, as the end of a sentence; '' where none grew."""
+    growth_ms = {phase.name: phase.now_ms - phase.usual_ms for phase in phases}
+    most_ms = max(growth_ms.values(), default=0.0)
+    if most_ms <= 0:
+        return ""
+    name = max(growth_ms, key=lambda name: growth_ms[name])
+    return f", {name} by {milliseconds(most_ms)} ms"

@@ -4,6 +4,8 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console, Group, RenderableType
@@ -26,6 +28,26 @@ PHASE_BAR_WIDTH = 14
 MAX_TEXTS = 8  # warnings and findings
 BRAILLE = 0x2800  # the letter without a dot
 DOTS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])  # of a Braille letter, by row and column
+
+
+class LossCurve(NamedTuple):
+    """Losses over iterations: as many of both, in the order of iterations; none before the second loss."""
+
+    iterations: Sequence[float]
+    losses: Sequence[float]
+
+
+class PhaseNow(NamedTuple):
+    """How long a phase takes, in ms per step."""
+
+    name: str
+    now_ms: float  # in the newest steps
+    usual_ms: float  # over the whole run
+
+    @property
+    def longer_ms(self) -> float:
+        """The longer of its two times."""
+        return max(self.now_ms, self.usual_ms)
 
 
 @dataclass(frozen=True)
@@ -51,8 +73,8 @@ class View:
     last_iteration: int | None  # that the run is to reach
     left_s: float | None
     figures: tuple[str, ...]  # of the newest steps
-    curve: tuple[Sequence[float], Sequence[float]]  # iterations, losses
-    phases: tuple[tuple[str, float, float], ...]  # name, ms now, ms over the run
+    curve: LossCurve
+    phases: tuple[PhaseNow, ...]
     on_gpu: bool
     ranks: tuple[RankNow, ...]
     skew: str
@@ -72,14 +94,15 @@ def describe_progress(view: View, now: float | None = None) -> str:
         view: what the screen shows.
         now: seconds since 1970 of a run that goes on; None for the clock's.
     """
-    end = view.ended or now or time.time()
-    progress = f"{count(view.iteration)} iterations"
+    done = count(view.iteration)
+    parts = [f"{done} iterations"]
     if view.last_iteration:
         share = view.iteration / view.last_iteration
-        progress = f"{count(view.iteration)} of {count(view.last_iteration)} iterations ({share:.0%})"
-    parts = [progress]
+        parts = [f"{done} of {count(view.last_iteration)} iterations ({share:.0%})"]
+    end = view.ended or now or time.time()
     if view.started is not None and end > view.started:
-        parts.append(f"{duration(end - view.started)} gone")
+        gone = duration(end - view.started)
+        parts.append(f"{gone} gone")
     is_running = view.ended is None and view.status.startswith("running")
     if view.left_s is not None and is_running:
         parts.append(f"{duration(view.left_s)} left")
@@ -88,10 +111,11 @@ def describe_progress(view: View, now: float | None = None) -> str:
 
 def describe_newest(view: View) -> str:
     """Describe progress, figures and warnings in one line."""
-    line = ", ".join((describe_progress(view), *view.figures))
-    if view.warnings:
-        line += f"; {len(view.warnings)} warnings, the first: {view.warnings[0]}"
-    return line
+    line = ", ".join([describe_progress(view), *view.figures])
+    if not view.warnings:
+        return line
+    first = view.warnings[0]
+    return f"{line}; {len(view.warnings)} warnings, the first: {first}"
 
 
 def draw_view(view: View, note: str, console: Console, height: int | None = None) -> RenderableType:
@@ -105,21 +129,18 @@ def draw_view(view: View, note: str, console: Console, height: int | None = None
     """
     page = Page(console)
     head = Group(*_draw_head(view, note))
+    head_rows = page.measure_whole(head)
     numbers = [_draw_phases(view, page.unicode), _draw_ranks(view), _draw_memory(view)]
     shown = [part for part in numbers if part]
     texts = _draw_texts(view, in_full=True)
     if height is not None:
-        wanted = page.add_curve(GOOD_CURVE_ROWS, page.measure_numbers(shown))
-        if page.measure_whole(head) + wanted + page.measure_whole(texts) > height:
+        middle_rows = page.add_curve(GOOD_CURVE_ROWS, page.measure_numbers(shown))
+        if head_rows + middle_rows + page.measure_whole(texts) > height:
             texts = _draw_texts(view, in_full=False)
-    room = (height or MAX_SCREEN_ROWS) - page.measure_whole(head) - page.measure_whole(texts)
-    # a curve that stands below the numbers needs lines of its own: its title and some rows
-    least = 0 if page.is_wide else MIN_CURVE_ROWS + 1
-    while shown and page.measure_numbers(shown) > room - least:
-        shown.pop()
-    left = room if page.is_wide else room - page.measure_numbers(shown)
-    rows = max(left, MIN_CURVE_ROWS + 1) - 1
-    curve = draw_curve(view.curve, page.part_width, min(rows, MAX_CURVE_ROWS), page.unicode)
+    room_rows = (height or MAX_SCREEN_ROWS) - head_rows - page.measure_whole(texts)
+    page.drop_numbers(shown, room_rows)
+    curve_rows = page.choose_curve_rows(shown, room_rows)
+    curve = draw_curve(view.curve, page.part_width, curve_rows, page.unicode)
     middle = page.arrange(curve, shown)
     if texts:
         middle.append(texts)
@@ -148,6 +169,21 @@ class Page:
         if self.is_wide:
             return max(curve_rows, number_rows)
         return curve_rows + number_rows
+
+    def drop_numbers(self, parts: list[RenderableType], room_rows: int) -> None:
+        """Take the last tables of numbers from `parts` until they fit into so many lines, beside or above a curve."""
+        # a curve that stands below the numbers needs lines of its own: its title and some rows
+        curve_rows = 0 if self.is_wide else MIN_CURVE_ROWS + 1
+        while parts and self.measure_numbers(parts) > room_rows - curve_rows:
+            parts.pop()
+
+    def choose_curve_rows(self, numbers: Sequence[RenderableType], room_rows: int) -> int:
+        """Choose the lines of the curve without its title: what the numbers leave of the room, within limits."""
+        left_rows = room_rows
+        if not self.is_wide:
+            left_rows -= self.measure_numbers(numbers)
+        curve_rows = max(left_rows - 1, MIN_CURVE_ROWS)
+        return min(curve_rows, MAX_CURVE_ROWS)
 
     def arrange(self, curve: RenderableType | None, numbers: Sequence[RenderableType]) -> list[RenderableType]:
         """Put the curve and the numbers beside each other where there is room."""
@@ -192,47 +228,45 @@ def _choose_color(status: str) -> str:
     return "yellow" if status.startswith("running") else "red"
 
 
-def draw_curve(
-    curve: tuple[Sequence[float], Sequence[float]], width: int, rows: int, unicode: bool
-) -> RenderableType | None:
+def draw_curve(curve: LossCurve, width: int, rows: int, unicode: bool) -> RenderableType | None:
     """Draw the loss over iterations below a title; None without losses.
 
     Args:
-        curve: iterations and losses.
+        curve: what is drawn.
         width: columns.
         rows: lines below the title.
         unicode: whether the terminal shows more than ASCII.
     """
-    iterations, losses = map(np.asarray, curve)
-    if not len(iterations):
+    if not curve.losses:
         return None
-    labels = [
-        significant(float(losses.max()), 4),
-        *[""] * (rows - 2),
-        significant(float(losses.min()), 4),
-    ]
-    indent = max(map(len, labels))
+    highest = significant(max(curve.losses), 4)
+    lowest = significant(min(curve.losses), 4)
+    # only the first and the last line have a label
+    labels = [highest, *[""] * (rows - 2), lowest]
+    indent = max(len(highest), len(lowest))
     columns = max(width - indent - 1, 1)
     lines = _draw_dots(curve, columns, rows) if unicode else _draw_stars(curve, columns, rows)
-    title = f"Loss, iterations {count(iterations[0])} to {count(iterations[-1])}"
-    drawn = Text(title, style="bold", no_wrap=True)
+    first = count(curve.iterations[0])
+    last = count(curve.iterations[-1])
+    drawn = Text(f"Loss, iterations {first} to {last}", style="bold", no_wrap=True)
     for label, line in zip(labels, lines):
         drawn.append(f"\n{label:>{indent}} ", style="not bold")
         drawn.append(line, style="not bold cyan")
     return drawn
 
 
-def _draw_dots(curve: tuple[Sequence[float], Sequence[float]], columns: int, rows: int) -> list[str]:
+def _draw_dots(curve: LossCurve, columns: int, rows: int) -> list[str]:
     """Draw a curve with Braille letters, each of which has four rows of two dots.
 
     Args:
-        curve: iterations and losses.
+        curve: what is drawn.
         columns: letters of a line.
         rows: lines.
     """
     cells = np.zeros((rows, columns), int)
     for x, y in _trace_dots(curve, columns * 2, rows * 4):
-        cells[y // 4, x // 2] |= DOTS[y % 4, x % 2]
+        dot = DOTS[y % 4, x % 2]
+        cells[y // 4, x // 2] |= dot
     lines = []
     for row in cells:
         letters = [chr(BRAILLE + cell) if cell else " " for cell in row]
@@ -240,11 +274,11 @@ def _draw_dots(curve: tuple[Sequence[float], Sequence[float]], columns: int, row
     return lines
 
 
-def _draw_stars(curve: tuple[Sequence[float], Sequence[float]], columns: int, rows: int) -> list[str]:
+def _draw_stars(curve: LossCurve, columns: int, rows: int) -> list[str]:
     """Draw a curve with stars, for terminals that show nothing but ASCII.
 
     Args:
-        curve: iterations and losses.
+        curve: what is drawn.
         columns: letters of a line.
         rows: lines.
     """
@@ -254,24 +288,26 @@ def _draw_stars(curve: tuple[Sequence[float], Sequence[float]], columns: int, ro
     return ["".join(row) for row in cells]
 
 
-def _trace_dots(curve: tuple[Sequence[float], Sequence[float]], across: int, down: int) -> Iterator[tuple[int, int]]:
+def _trace_dots(curve: LossCurve, across: int, down: int) -> Iterator[tuple[int, int]]:
     """List the dots that a curve sets, as (column, row) from the top left; each joins the one before without a gap.
 
     Args:
-        curve: iterations and losses.
+        curve: what is drawn.
         across: columns of dots.
         down: rows of dots.
     """
-    iterations, losses = map(np.asarray, curve)
-    lowest = float(losses.min())
-    highest = float(losses.max())
-    places = np.linspace(iterations[0], iterations[-1], across)
-    values = np.interp(places, iterations, losses)
-    share_from_top = (highest - values) / (highest - lowest or 1.0)
+    places = np.linspace(curve.iterations[0], curve.iterations[-1], across)
+    values = np.interp(places, curve.iterations, curve.losses)
+    highest = max(curve.losses)
+    # of a curve that is level, all is at the top
+    span = highest - min(curve.losses) or 1.0
+    share_from_top = (highest - values) / span
     heights = np.rint(share_from_top * (down - 1)).astype(int)
     before = heights[0]
     for x, y in enumerate(heights):
-        for dot in range(min(before, y), max(before, y) + 1):
+        upper = min(before, y)
+        lower = max(before, y)
+        for dot in range(upper, lower + 1):
             yield x, dot
         before = y
 
@@ -280,20 +316,20 @@ def _draw_phases(view: View, unicode: bool) -> RenderableType | None:
     """Draw a row per phase: its time now with a bar, and its time over the run."""
     if not view.phases:
         return None
-    whole_ms = math.fsum(now_ms for _, now_ms, _ in view.phases)
-    longest_ms = max(max(now_ms, usual_ms) for _, now_ms, usual_ms in view.phases)
+    whole_ms = math.fsum(phase.now_ms for phase in view.phases)
+    longest_ms = max(phase.longer_ms for phase in view.phases)
     clock = "the GPU's" if view.on_gpu else "the host's"
     table = _make_table(f"Step, {clock} ms", "now", "", "", "run")
     bars = table.columns[3]
     bars.justify = "left"
     bars.ratio = 1
     style = Style(unicode=unicode)
-    for name, now_ms, usual_ms in view.phases:
-        share = now_ms / whole_ms if whole_ms else 0.0
+    for phase in view.phases:
+        share = phase.now_ms / whole_ms if whole_ms else 0.0
         bar = Text(style.bar(share, PHASE_BAR_WIDTH), style="cyan")
-        now = milliseconds(now_ms, longest_ms)
-        usual = milliseconds(usual_ms, longest_ms)
-        table.add_row(_cut(name), now, percent(share), bar, usual)
+        now = milliseconds(phase.now_ms, longest_ms)
+        usual = milliseconds(phase.usual_ms, longest_ms)
+        table.add_row(_cut(phase.name), now, percent(share), bar, usual)
     return table
 
 
@@ -302,30 +338,44 @@ def _draw_ranks(view: View) -> RenderableType | None:
     if not view.ranks:
         return None
     longest_ms = max(one.step_ms for one in view.ranks)
-    shown = view.ranks
-    if len(view.ranks) > MAX_RANKS_IN_FULL:
-        ordered = sorted(view.ranks, key=lambda one: -one.own_ms)
-        shown = (*ordered[:3], ordered[len(ordered) // 2], ordered[-1])
+    write = partial(milliseconds, of=longest_ms)
     table = _make_table("Ranks, ms", "step", "own work", "data", "no core")
-    for one in shown:
-        figures_ms = (one.step_ms, one.own_ms, one.data_ms, one.core_wait_ms)
-        cells = [milliseconds(ms, longest_ms) for ms in figures_ms]
-        table.add_row(f"rank {one.rank}", *cells)
+    for one in _choose_ranks(view.ranks):
+        table.add_row(
+            f"rank {one.rank}",
+            write(one.step_ms),
+            write(one.own_ms),
+            write(one.data_ms),
+            write(one.core_wait_ms),
+        )
     if view.skew:
         return Group(table, Text(view.skew, style="dim"))
     return table
 
 
+def _choose_ranks(ranks: Sequence[RankNow]) -> Sequence[RankNow]:
+    """Choose the ranks that are shown: all of a few, else the three slowest, the median and the fastest."""
+    if len(ranks) <= MAX_RANKS_IN_FULL:
+        return ranks
+    slowest_first = sorted(ranks, key=lambda one: -one.own_ms)
+    median = slowest_first[len(ranks) // 2]
+    return [*slowest_first[:3], median, slowest_first[-1]]
+
+
 def _draw_memory(view: View) -> RenderableType | None:
     if not view.memory:
         return None
-    return Group(Text("Memory", style="bold"), *map(_cut, view.memory))
+    title = Text("Memory", style="bold")
+    return Group(title, *map(_cut, view.memory))
 
 
 def _draw_texts(view: View, in_full: bool) -> RenderableType | None:
     """Draw warnings, then what else a report would say; a line each, or in full. Warnings are always in full."""
-    rows = [Text(escape(text), "yellow", overflow="ellipsis", no_wrap=False) for text in view.warnings]
-    rows += [Text(escape(text), overflow="ellipsis", no_wrap=not in_full) for text in view.findings]
+    rows = []
+    for text in view.warnings:
+        rows.append(Text(escape(text), "yellow", overflow="ellipsis", no_wrap=False))
+    for text in view.findings:
+        rows.append(Text(escape(text), overflow="ellipsis", no_wrap=not in_full))
     if not rows:
         return None
     grid = Table.grid()
