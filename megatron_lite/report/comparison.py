@@ -1,8 +1,10 @@
 """A Comparison as sections: drawn on a terminal, on a page with charts, and in part as a table for a pull request."""
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 
 from megatron_lite.analysis.compare.compare_results import Change, Comparison, KernelPair, Pair
 from megatron_lite.analysis.compare.limits import Judged
@@ -23,6 +25,9 @@ MAX_KERNEL_NAMES = 2  # of an operator's kernels
 MIN_LISTED_SHARE = 0.002  # of a step that a row or a kernel's difference must be to be listed
 COLUMN_HEADS = ["A", "B", "B - A", "change", "noise", "result"]
 COLUMN_ALIGNMENT = "rrrrrl"
+LIMIT_HEADS = ["fail if", "change", "noise", "result"]
+LIMIT_ALIGNMENT = "lrrl"
+NOTES_TITLE = "To keep in mind"
 CLEAR = (Change.MORE, Change.LESS)
 FACTOR = 10  # B in times of A from which on a change is told as a factor, not in percent
 
@@ -45,7 +50,8 @@ def comparison_lines(
     for section in build_comparison_sections(found, judged, everything):
         lines.append("")
         lines += section_lines(section, style)
-    lines += ["", heading("To keep in mind", "", style)]
+    lines.append("")
+    lines.append(heading(NOTES_TITLE, "", style))
     for note in _list_notes(found):
         lines += wrapped(note, "  - ", "    ")
     return lines
@@ -66,11 +72,15 @@ def comparison_page(found: Comparison, judged: Sequence[Judged], a: Facts, b: Fa
     charts = _build_charts(found, a, b)
     sections = list(build_comparison_sections(found, judged, True))
     if charts["losses"] and found.losses is None:
-        told = "not judged: seed, data, model, optimizer and precision are not known to be the same"
-        sections.append(Section("losses", "Losses", "of every step", [Lines([told], quiet=True)]))
+        # the curves are drawn all the same
+        why = "not judged: seed, data, model, optimizer and precision are not known to be the same"
+        note = Lines([why], quiet=True)
+        sections.append(Section("losses", "Losses", "of every step", [note]))
     sentences = [found.sentence.replace("->", "\u2192")]
-    sentences += [f"Limit {one.limit.text}: {one.outcome}" for one in judged]
-    is_unclear = found.totals[0].pair.change is Change.UNCLEAR
+    for one in judged:
+        sentences.append(f"Limit {one.limit.text}: {one.outcome}")
+    step = found.totals[0]
+    is_unclear = step.pair.change is Change.UNCLEAR
     return render_page(
         sections,
         charts,
@@ -79,7 +89,7 @@ def comparison_page(found: Comparison, judged: Sequence[Judged], a: Facts, b: Fa
         sentences=sentences,
         trust="inconclusive" if is_unclear else "",
         tiles=_build_tiles(found),
-        of_gaps="To keep in mind",
+        of_gaps=NOTES_TITLE,
         gaps=_list_notes(found),
         numbers="--json FILE",
     )
@@ -91,45 +101,61 @@ def _build_tiles(found: Comparison) -> list[tuple[str, str]]:
     for total, cells in zip(found.totals, _list_totals(found)):
         name, a, b, _, change, _, result = cells
         is_clear = total.pair.change in CLEAR
-        tiles.append((change if is_clear else result, f"{name}: {a} \u2192 {b}"))
+        head = change if is_clear else result
+        tiles.append((head, f"{name}: {a} \u2192 {b}"))
     return tiles
 
 
 def _list_notes(found: Comparison) -> list[str]:
+    """List what holds of the whole comparison: why it would have been refused, then what makes it less certain."""
     forced = [f"compared by --force though {reason}" for reason in found.forced]
     return [*forced, *found.notes]
 
 
-def _describe_judged(one: Judged) -> tuple[str, str]:
-    """The change and its noise, in percent."""
-    pair = one.pair
-    if pair is None or pair.ratio is None or not pair.a:
-        return "not known", ""
+def _list_limit_cells(one: Judged) -> list[str]:
+    """Write a limit of --fail-if, the change and its noise in percent of A, and the outcome."""
+    change = "not known"
     noise = ""
-    if pair.band is not None:
-        noise = f"{pair.band / pair.a:.1%}"
-    return f"{pair.ratio - 1:+.1%}", noise
+    pair = one.pair
+    if pair and pair.ratio is not None and pair.a:
+        change = f"{pair.ratio - 1:+.1%}"
+        if pair.band is not None:
+            noise = f"{pair.band / pair.a:.1%}"
+    return [one.limit.text, change, noise, str(one.outcome)]
 
 
 def markdown_lines(found: Comparison, judged: Sequence[Judged]) -> list[str]:
     """The sentence, the limits and the totals, as GitHub and GitLab draw them."""
-    lines = [f"**{_escape(found.sentence)}**", ""]
+    sentence = _escape_markdown(found.sentence)
+    title_a = _escape_markdown(found.title_a)
+    title_b = _escape_markdown(found.title_b)
     # two spaces at the end break the line
-    lines += [f"A: {_escape(found.title_a)}  ", f"B: {_escape(found.title_b)}"]
+    lines = [f"**{sentence}**", "", f"A: {title_a}  ", f"B: {title_b}", ""]
     if judged:
-        lines += ["", "| fail if | change | noise | result |", "| --- | ---: | ---: | --- |"]
+        lines += [_write_markdown_row(LIMIT_HEADS), _write_markdown_rule(LIMIT_ALIGNMENT)]
         for one in judged:
-            change, noise = _describe_judged(one)
-            lines.append(f"| `{one.limit.text}` | {change} | {noise} | {one.outcome} |")
-    numbers = " ---: |" * 5
-    lines += ["", f"| | {' | '.join(COLUMN_HEADS)} |", f"| --- |{numbers} --- |"]
-    for row in _list_totals(found):
-        cells = " | ".join(map(_escape, row))
-        lines.append(f"| {cells} |")
+            limit, *results = _list_limit_cells(one)
+            lines.append(_write_markdown_row([f"`{limit}`", *results]))
+        lines.append("")
+    # nothing stands above the names
+    lines.append(f"| {_write_markdown_row(COLUMN_HEADS)}")
+    lines.append(_write_markdown_rule("l" + COLUMN_ALIGNMENT))
+    for cells in _list_totals(found):
+        lines.append(_write_markdown_row(map(_escape_markdown, cells)))
     return lines
 
 
-def _escape(text: str) -> str:
+def _write_markdown_rule(alignment: str) -> str:
+    """Write the line below a table's head, which says which columns are numbers."""
+    return _write_markdown_row("---:" if side == "r" else "---" for side in alignment)
+
+
+def _write_markdown_row(cells: Iterable[str]) -> str:
+    joined = " | ".join(cells)
+    return f"| {joined} |"
+
+
+def _escape_markdown(text: str) -> str:
     """Remove what a terminal would obey, and escape what Markdown would take for its own."""
     return re.sub(r"([\\`*_{}\[\]<>|#~])", r"\\\1", escape(text))
 
@@ -147,7 +173,8 @@ def _list_totals(found: Comparison) -> list[list[str]]:
         if total.unit in ("ms", "%"):
             name = f"{name}, {total.unit}"
         write = writers.get(total.unit) or _choose_ms([total.pair])
-        rows.append([name, *_build_cells(total.pair, write)])
+        cells = _build_cells(total.pair, write)
+        rows.append([name, *cells])
     return rows
 
 
@@ -187,11 +214,8 @@ def build_comparison_sections(found: Comparison, judged: Sequence[Judged], every
 
 
 def _build_limits_section(judged: Sequence[Judged]) -> Section:
-    rows = []
-    for one in judged:
-        change, noise = _describe_judged(one)
-        rows.append([one.limit.text, change, noise, str(one.outcome)])
-    table = Table(rows, "lrrl", ["fail if", "change", "noise", "result"])
+    rows = [_list_limit_cells(one) for one in judged]
+    table = Table(rows, LIMIT_ALIGNMENT, LIMIT_HEADS)
     return Section("limits", "Limits", "", [table])
 
 
@@ -204,39 +228,36 @@ def _build_flags_section(found: Comparison, everything: bool) -> Section:
 
 def _build_totals_section(found: Comparison) -> Section:
     """Step time, tokens per second, memory; which file each comes from stands in a line below."""
-    names_by_source: dict[str, list[str]] = {}
+    names_by_source = defaultdict(list)
     for total in found.totals:
-        names_by_source.setdefault(total.of, []).append(total.name)
-    sources = [f"{', '.join(names)}: {source}" for source, names in names_by_source.items()]
-    unchanged = [total.pair.change is Change.SAME for total in found.totals]
-    table = Table(_list_totals(found), "l" + COLUMN_ALIGNMENT, ["", *COLUMN_HEADS], faint=unchanged)
-    return Section("totals", "Speed and memory", "", [table, Lines(["; ".join(sources)], quiet=True)])
+        names_by_source[total.of].append(total.name)
+    sources = []
+    for source, names in names_by_source.items():
+        sources.append(f"{', '.join(names)}: {source}")
+    note = Lines(["; ".join(sources)], quiet=True)
+    pairs = [total.pair for total in found.totals]
+    table = _make_table("", _list_totals(found), pairs)
+    return Section("totals", "Speed and memory", "", [table, note])
 
 
 def _build_rows_section(found: Comparison) -> Section:
     pairs = {row_title(row, found.on_gpu): pair for row, pair in found.rows.items()}
-    return Section(
-        "rows",
-        "Where a step goes",
-        "ms per step; rows sum to the traced step",
-        [_build_table(pairs)],
-    )
+    table = _build_table(pairs)
+    of = "ms per step; rows sum to the traced step"
+    return Section("rows", "Where a step goes", of, [table])
 
 
 def _build_groups_section(found: Comparison) -> Section:
     pairs = {name or "not named": pair for name, pair in found.groups.items()}
-    unit = "exposed ms per step, mean over the ranks with a trace"
-    return Section(
-        "groups",
-        "Communication not overlapped with compute, by group",
-        unit,
-        [_build_table(pairs)],
-    )
+    table = _build_table(pairs)
+    of = "exposed ms per step, mean over the ranks with a trace"
+    return Section("groups", "Communication not overlapped with compute, by group", of, [table])
 
 
 def _build_roles_section(found: Comparison) -> Section:
-    pairs = {name: pair for name, pair in found.roles.items() if _is_seen(pair, found.step_ms)}
-    return Section("roles", "By kind of work", "ms per step, added up", [_build_table(pairs)])
+    pairs = _drop_unseen(found.roles, found.step_ms)
+    table = _build_table(pairs)
+    return Section("roles", "By kind of work", "ms per step, added up", [table])
 
 
 def _build_kernels_section(kernels: Sequence[KernelPair], everything: bool) -> Section:
@@ -254,17 +275,20 @@ def _build_kernels_section(kernels: Sequence[KernelPair], everything: bool) -> S
 
 def build_losses_section(found: Losses, names: tuple[str, str, str] = ("A", "B", "B - A")) -> Section:
     """Build the table of the losses of the first step that both runs did, and of how far they are apart at most."""
+    pairs = {"loss": found.first, "gradient norm": found.first_norms}
     rows = []
-    for name, (a, b) in (("loss", found.first), ("gradient norm", found.first_norms)):
+    for name, (a, b) in pairs.items():
         difference = significant(b - a, 2, signed=True)
         rows.append([name, significant(a, 7), significant(b, 7), difference])
+    table = Table(rows, "lrrr", ["", *names])
     first, last = found.iterations
-    largest = f"{significant(found.largest, 2)}, in step {found.largest_at:,}"
-    texts = [f"largest difference of a loss in steps {first:,} to {last:,}: {largest}"]
+    texts = []
     if found.verdict:
-        texts.insert(0, found.verdict)
-    blocks: list[Block] = [Table(rows, "lrrr", ["", *names]), Lines(texts)]
-    return Section("losses", "Do they compute the same?", f"step {first:,}", blocks)
+        texts.append(found.verdict)
+    largest = significant(found.largest, 2)
+    where = f"in step {found.largest_at:,}"
+    texts.append(f"largest difference of a loss in steps {first:,} to {last:,}: {largest}, {where}")
+    return Section("losses", "Do they compute the same?", f"step {first:,}", [table, Lines(texts)])
 
 
 def _build_phases_section(found: Comparison) -> Section:
@@ -272,8 +296,10 @@ def _build_phases_section(found: Comparison) -> Section:
     on_device = {}
     on_host = {}
     for phase in found.phases:
-        known = [pair for pair in (phase.host, phase.device) if pair]
-        if not any(_is_seen(pair, found.step_ms) for pair in known):
+        clocks = {"host": phase.host}
+        if phase.device:
+            clocks["device"] = phase.device
+        if not _drop_unseen(clocks, found.step_ms):
             continue
         on_host[phase.name] = phase.host
         if phase.device:
@@ -289,8 +315,15 @@ def _build_phases_section(found: Comparison) -> Section:
     return Section("phases", "Phases", f"ms per step, {found.phases_of}", blocks)
 
 
-def _is_seen(pair: Pair, step_ms: float) -> bool:
-    return max(pair.a or 0.0, pair.b or 0.0) >= MIN_LISTED_SHARE * step_ms
+def _drop_unseen(pairs: Mapping[str, Pair], step_ms: float) -> dict[str, Pair]:
+    """Keep the pairs of which A or B is large enough of a step to be listed."""
+    least_ms = MIN_LISTED_SHARE * step_ms
+    kept = {}
+    for name, pair in pairs.items():
+        larger_ms = max(pair.a or 0.0, pair.b or 0.0)
+        if larger_ms >= least_ms:
+            kept[name] = pair
+    return kept
 
 
 def _differs(kernel: KernelPair, found: Comparison) -> bool:
@@ -343,9 +376,24 @@ def _build_table(
         hidden: how many rows were left out.
     """
     write = write or _choose_ms(pairs.values())
-    rows = [[name, *_build_cells(pair, write)] for name, pair in pairs.items()]
-    faint = [pair.change is Change.SAME for pair in pairs.values()]
-    return Table(rows, "l" + COLUMN_ALIGNMENT, [head, *COLUMN_HEADS], hidden=hidden, faint=faint)
+    rows = []
+    for name, pair in pairs.items():
+        cells = _build_cells(pair, write)
+        rows.append([name, *cells])
+    return _make_table(head, rows, pairs.values(), hidden)
+
+
+def _make_table(head: str, rows: Sequence[Sequence[str]], pairs: Iterable[Pair], hidden: int = 0) -> Table:
+    """Make a table of rows that are written already; what has not changed is faint.
+
+    Args:
+        head: the head of the names.
+        rows: a name, and what _build_cells wrote of a pair.
+        pairs: the pair of each row.
+        hidden: how many rows were left out.
+    """
+    unchanged = [pair.change is Change.SAME for pair in pairs]
+    return Table(rows, "l" + COLUMN_ALIGNMENT, [head, *COLUMN_HEADS], hidden=hidden, faint=unchanged)
 
 
 def _build_cells(pair: Pair, write: Callable[[float], str]) -> list[str]:
@@ -354,9 +402,11 @@ def _build_cells(pair: Pair, write: Callable[[float], str]) -> list[str]:
     b = "" if pair.b is None else write(pair.b)
     difference = ""
     if pair.difference is not None:
-        difference = _sign(write(abs(pair.difference)), pair.difference)
+        amount = write(abs(pair.difference))
+        difference = _sign(amount, pair.difference)
+    change = _describe_change(pair.ratio)
     noise = write(pair.band) if pair.band else ""
-    return [a, b, difference, _describe_change(pair.ratio), noise, str(pair.change)]
+    return [a, b, difference, change, noise, str(pair.change)]
 
 
 def _describe_change(ratio: float | None) -> str:
@@ -365,7 +415,8 @@ def _describe_change(ratio: float | None) -> str:
         return ""
     if ratio >= FACTOR:
         return f"x {ratio:,.0f}"
-    return _sign(f"{abs(ratio - 1):.0%}", ratio - 1)
+    increase = ratio - 1
+    return _sign(f"{abs(increase):.0%}", increase)
 
 
 def _sign(text: str, value: float) -> str:
@@ -377,9 +428,11 @@ def _sign(text: str, value: float) -> str:
 
 def _choose_ms(pairs: Iterable[Pair]) -> Callable[[float], str]:
     """Choose how milliseconds are written: all with the decimals that suit the largest."""
-    values = [value for pair in pairs for value in (pair.a, pair.b) if value is not None]
-    largest = max(values, default=0.0)
-    return partial(milliseconds, of=largest)
+    values: list[float | None] = []
+    for pair in pairs:
+        values += [pair.a, pair.b]
+    largest_ms = max((value for value in values if value is not None), default=0.0)
+    return partial(milliseconds, of=largest_ms)
 
 
 # --- charts of the page
@@ -391,49 +444,64 @@ KERNEL_WIDTH = 40  # letters of a name
 
 def _build_charts(found: Comparison, a: Facts, b: Facts) -> dict[str, Figure | None]:
     """Build the charts of a comparison, by the key of the section that each belongs to."""
-    charts: dict[str, Figure | None] = {"losses": draw.losses({"A": a.run, "B": b.run})}
+    losses = draw.losses({"A": a.run, "B": b.run})
+    charts: dict[str, Figure | None] = {"losses": losses}
     if found.rows:
         says = "Where a step of A goes, and one of B, in milliseconds"
         charts["rows"] = draw.steps(says, _split(found.rows), found.on_gpu)
     if found.memory:
-        peaks = [sum(held.values()) for held in _split(found.memory).values()]
-        unit, bytes_of_unit = draw.choose_unit(max(peaks))
-        says = "What holds memory at the peak of A, and of B"
-        charts["memory"] = draw.stacks(says, _split(found.memory, bytes_of_unit), palette.HELD, unit)
+        charts["memory"] = _draw_memory(found.memory)
     charts["phases"] = _draw_phases(found)
     charts["kernels"] = _draw_kernels(found)
     return charts
 
 
+def _draw_memory(pairs: Mapping[str, Pair]) -> Figure:
+    """Draw a stacked bar for A and one for B, in the unit that suits the higher peak."""
+    bytes_by_side = _split(pairs)
+    peak_bytes = max(sum(held.values()) for held in bytes_by_side.values())
+    unit, bytes_of_unit = draw.choose_unit(peak_bytes)
+    held_by_side = {}
+    for side, held in bytes_by_side.items():
+        held_by_side[side] = {name: num_bytes / bytes_of_unit for name, num_bytes in held.items()}
+    says = "What holds memory at the peak of A, and of B"
+    return draw.stacks(says, held_by_side, palette.HELD, unit)
+
+
 def _draw_phases(found: Comparison) -> Figure | None:
+    """Draw two bars for each phase, by the device's clock where there is one; None without phases."""
     pairs = {phase.name: phase.device or phase.host for phase in found.phases}
-    seen = [(name, pair) for name, pair in pairs.items() if _is_seen(pair, found.step_ms)]
-    shown = dict(seen[:MAX_COMPARED_PHASES])
+    seen = _drop_unseen(pairs, found.step_ms)
+    shown = dict(islice(seen.items(), MAX_COMPARED_PHASES))
     if not shown:
         return None
     rows = draw.fit_names(list(shown))
+    colors = {"A": palette.GREY, "B": palette.BLUE}
     series = []
-    for (side, ms_by_phase), color in zip(_split(shown).items(), (palette.GREY, palette.BLUE)):
-        series.append(Bars(side, rows, list(ms_by_phase.values()), [color]))
+    for side, ms_by_phase in _split(shown).items():
+        values = list(ms_by_phase.values())
+        series.append(Bars(side, rows, values, [colors[side]]))
     says = "How long each phase takes in A, and in B, in milliseconds"
     return BarChart(says, series, Axis("ms per step"), Arrangement.BESIDE, 34)
 
 
 def _draw_kernels(found: Comparison) -> Figure | None:
-    changed = [kernel for kernel in found.kernels if _differs(kernel, found)][:MAX_BARS]
+    """Draw a bar for each kind of work that changed: how much longer B takes, or how much shorter."""
+    changed = [kernel for kernel in found.kernels if _differs(kernel, found)]
+    changed = changed[:MAX_BARS]
     if not changed:
         return None
-    increases_ms = [_measure_increase(kernel) for kernel in changed]
+    names = draw.fit_names(list(map(_name_kernel, changed)), KERNEL_WIDTH)
+    increases_ms = list(map(_measure_increase, changed))
     colors = [palette.VERMILION if ms > 0 else palette.GREEN for ms in increases_ms]
-    names = draw.fit_names([_name_kernel(kernel) for kernel in changed], KERNEL_WIDTH)
     bars = Bars("", names, increases_ms, colors)
     says = "How much longer B takes for each kind of work that changed"
     return BarChart(says, [bars], Axis("ms per step, B - A"))
 
 
-def _split(pairs: Mapping[str, Pair], of: float = 1.0) -> dict[str, dict[str, float]]:
-    """Split pairs into the numbers of A and those of B, in units of `of`."""
+def _split(pairs: Mapping[str, Pair]) -> dict[str, dict[str, float]]:
+    """Split pairs into the numbers of A and those of B, each by the names of the pairs."""
     return {
-        "A": {name: (pair.a or 0.0) / of for name, pair in pairs.items()},
-        "B": {name: (pair.b or 0.0) / of for name, pair in pairs.items()},
+        "A": {name: pair.a or 0.0 for name, pair in pairs.items()},
+        "B": {name: pair.b or 0.0 for name, pair in pairs.items()},
     }

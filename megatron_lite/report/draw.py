@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.time.time_results import ROW_TITLES
@@ -29,13 +30,14 @@ def stacks(says: str, parts_of: Mapping[str, Mapping[str, float]], colors: Mappi
         colors: the color of each part, in the order in which parts follow each other.
         unit: the unit of the axis.
     """
-    whole = max((sum(parts.values()) for parts in parts_of.values()), default=0.0)
+    lengths = [sum(parts.values()) for parts in parts_of.values()]
+    least = READS_AS_ZERO * max(lengths, default=0.0)
     rows = fit_names(list(parts_of))
     series = []
-    for name, color in colors.items():
-        values = [parts.get(name, 0.0) for parts in parts_of.values()]
-        if max(values) > READS_AS_ZERO * whole:
-            series.append(Bars(name, rows, values, [color]))
+    for part, color in colors.items():
+        values = [parts.get(part, 0.0) for parts in parts_of.values()]
+        if max(values) > least:
+            series.append(Bars(part, rows, values, [color]))
     return BarChart(says, series, Axis(unit))
 
 
@@ -44,8 +46,10 @@ def fit_names(names: Sequence[str], width: int = ROW_NAME_WIDTH) -> list[str]:
     short = [fit(name, width) for name in names]
     different = []
     for number, name in enumerate(short, 1):
-        is_alone = short.count(name) == 1
-        different.append(name if is_alone else f"{fit(name, width - 4)} {number}")
+        if short.count(name) > 1:
+            begin = fit(name, width - 4)
+            name = f"{begin} {number}"
+        different.append(name)
     return different
 
 
@@ -65,8 +69,12 @@ def steps(says: str, rows_of: Mapping[str, Mapping[str, float]], on_gpu: bool) -
         rows_of: milliseconds per step, by name of the bar and key of the row.
         on_gpu: whether the rows are those of a device, not of the host.
     """
-    titles = {row: row_title(row, on_gpu) for row in ROW_TITLES}
-    colors = {title: palette.ROWS.get(row, palette.GREY) for row, title in titles.items()}
+    titles = {}
+    colors = {}
+    for row in ROW_TITLES:
+        title = row_title(row, on_gpu)
+        titles[row] = title
+        colors[title] = palette.ROWS.get(row, palette.GREY)
     parts_of = {}
     for name, rows in rows_of.items():
         parts_of[name] = {titles[row]: ms for row, ms in rows.items()}
@@ -74,24 +82,32 @@ def steps(says: str, rows_of: Mapping[str, Mapping[str, float]], on_gpu: bool) -
 
 
 def losses(runs: Mapping[str, Run | None]) -> CurveChart | None:
-    """A line for each run that knows losses; of long runs every n-th step."""
+    """Draw a line for each run, or two, that knows losses; None where neither does."""
     looks = [(palette.BLUE, 1.5)]
     if len(runs) > 1:
         # the first is wider, so that equal losses hide no line
         looks.insert(0, (palette.GREY, 4.0))
     curves = []
     for (name, run), (color, width) in zip(runs.items(), looks):
-        if run is None:
-            continue
-        steps = np.flatnonzero(np.isfinite(run.losses))
-        if len(steps) < MIN_DRAWN_LOSSES:
-            continue
-        steps = steps[:: max(len(steps) // MAX_POINTS, 1)]
-        iterations = run.iterations[steps].tolist()
-        curves.append(Curve(name, iterations, run.losses[steps].tolist(), color, Look.LINE, width))
+        steps = _choose_steps_with_losses(run)
+        if run is not None and len(steps):
+            iterations = run.iterations[steps].tolist()
+            values = run.losses[steps].tolist()
+            curves.append(Curve(name, iterations, values, color, Look.LINE, width))
     if not curves:
         return None
     return CurveChart("The loss of every step", curves, Axis("iteration"), Axis("loss"), 200)
+
+
+def _choose_steps_with_losses(run: Run | None) -> NDArray[np.int64]:
+    """Choose the steps whose losses are drawn, of long runs every n-th; none where too few are known."""
+    if run is None:
+        return np.zeros(0, np.int64)
+    steps = np.flatnonzero(np.isfinite(run.losses))
+    if len(steps) < MIN_DRAWN_LOSSES:
+        return steps[:0]
+    every = max(len(steps) // MAX_POINTS, 1)
+    return steps[::every]
 
 
 def schedule(actions: Sequence[TimedAction], title: str) -> BarChart | None:
@@ -108,12 +124,18 @@ def schedule(actions: Sequence[TimedAction], title: str) -> BarChart | None:
         title = f"{title}; the first {MAX_DRAWN_ACTIONS:,} passes of micro-batches"
     series = []
     for kind, color in palette.ACTIONS.items():
+        own = [action for action in actions if action.kind == kind]
         # a sort keeps the order of the actions of a stage
-        own = sorted((action for action in actions if action.kind == kind), key=lambda action: action.stage)
+        own.sort(key=lambda action: action.stage)
         if own:
             series.append(_build_actions(kind, own, color))
-    says = "The schedule of the pipeline: which micro-batch each stage computes when, and where it waits"
-    return BarChart(says, series, Axis(title), Arrangement.OVERLAID, 28)
+    return BarChart(
+        says="The schedule of the pipeline: which micro-batch each stage computes when, and where it waits",
+        series=series,
+        axis=Axis(title),
+        arrangement=Arrangement.OVERLAID,
+        row_px=28,
+    )
 
 
 def _build_actions(kind: str, actions: Sequence[TimedAction], color: str) -> Bars:

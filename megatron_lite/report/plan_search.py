@@ -1,21 +1,35 @@
 """The layouts that `megatron-lite plan --search` found, as sections: a verdict with flags to paste, the fastest ones,
 time against memory."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.mesh_axes import CONTEXT, DATA, EXPERT, PIPELINE, TENSOR
 from megatron_lite.planner.search import Candidate, Search
 from megatron_lite.planner.step_time import BUBBLE, LAYER_GROUPS
-from megatron_lite.report.section import Block, Lines, Section, Table, limit_rows
+from megatron_lite.report.section import Lines, Section, Table, limit_rows
 from megatron_lite.report.text import milliseconds, percent, share
 from megatron_lite.units import count, size
 
 MAX_ROWS = 10
-HEAD = [
-    "tp", "cp", "pp", "dp", "chunks", "state", "batch", "recompute", "peak", "at best", "tensor", "context", "bubble",
-]  # fmt: skip
-EXPERT_HEAD = ["ep", "etp", "expert"]  # before those, of a model with experts
+# columns with their alignment
+COLUMNS = {
+    "tp": "r",
+    "cp": "r",
+    "pp": "r",
+    "dp": "r",
+    "chunks": "r",
+    "state": "l",
+    "batch": "r",
+    "recompute": "l",
+    "peak": "r",
+    "at best": "r",
+    "tensor": "r",
+    "context": "r",
+    "bubble": "r",
+}
+EXPERT_COLUMNS = {"ep": "r", "etp": "r", "expert": "r"}  # before those, of a model with experts
 
 
 def judge_search(found: Search) -> list[str]:
@@ -34,17 +48,22 @@ def judge_search(found: Search) -> list[str]:
 def _describe_fastest(best: Candidate, room: str) -> list[str]:
     """Describe the fastest layout, and its flags. `room`: the memory that there is, in words."""
     assert best.time is not None  # a search is of a GPU
+    layout = name_layout(best.plan)
     micro_batch = f"micro-batch {best.plan.args.training.micro_batch_size}"
-    speed = f"{milliseconds(best.step_ms)} ms per step, {count(best.time.tokens_per_s)} tokens/s"
     memory = f"peak {size(best.peak_bytes)} of {room}"
-    fastest = f"fastest that fits: {name_layout(best.plan)}, {micro_batch}: {memory}; at best {speed}"
-    return [fastest, f"flags: {best.changed.words or 'as they are'}"]
+    step = f"{milliseconds(best.step_ms)} ms per step"
+    rate = f"{count(best.time.tokens_per_s)} tokens/s"
+    fastest = f"fastest that fits: {layout}, {micro_batch}: {memory}; at best {step}, {rate}"
+    flags = best.changed.words or "as they are"
+    return [fastest, f"flags: {flags}"]
 
 
 def name_layout(plan: Plan) -> str:
     """Name the sizes of a layout: 'TP 2, PP 4, DP 8'."""
-    sizes = zip(("TP", "CP", "PP", "DP", "EP", "ETP"), plan.layout.sizes)
-    names = [f"{name} {number}" for name, number in sizes if number > 1]
+    names = []
+    for name, number in zip(("TP", "CP", "PP", "DP", "EP", "ETP"), plan.layout.sizes):
+        if number > 1:
+            names.append(f"{name} {number}")
     return ", ".join(names) or "one GPU"
 
 
@@ -60,27 +79,35 @@ def build_search_sections(found: Search, everything: bool) -> Iterator[Section]:
         f"{shares}: their share of the step; the same global batch for all"
     )
     reasons = [*_give_reasons(layouts[0]), *_compare(layouts), caveat]
-    blocks: list[Block] = [_build_table(layouts, everything), Lines(reasons, quiet=True)]
+    table = _build_table(layouts, everything)
     of = f"{len(layouts)} layouts fit, {count(found.tried)} variants tried"
-    yield Section("layouts", "Fastest of each layout", of, blocks)
-    of = "no other layout is as fast with less memory"
-    yield Section("front", "Time against memory", of, [_build_table(found.front, everything)])
+    yield Section("layouts", "Fastest of each layout", of, [table, Lines(reasons, quiet=True)])
+    table = _build_table(found.front, everything)
+    yield Section("front", "Time against memory", "no other layout is as fast with less memory", [table])
 
 
 def _build_table(candidates: list[Candidate], everything: bool) -> Table:
+    """Build a row per layout, in the order that is given."""
     shown, hidden = limit_rows(candidates, MAX_ROWS, everything)
-    if all(one.plan.shape.experts is None for one in shown):
-        return Table([_list_cells(one) for one in shown], "rrrrrlrlrrrrr", HEAD, hidden=hidden)
-    rows = [[*_list_expert_cells(one), *_list_cells(one)] for one in shown]
-    return Table(rows, "rrrrrrrrlrlrrrrr", [*EXPERT_HEAD, *HEAD], hidden=hidden)
+    has_experts = any(one.plan.shape.experts is not None for one in shown)
+    columns = {**EXPERT_COLUMNS, **COLUMNS} if has_experts else COLUMNS
+    rows = []
+    for one in shown:
+        cells = _list_cells(one)
+        if has_experts:
+            cells = [*_list_expert_cells(one), *cells]
+        rows.append(cells)
+    return Table(rows, "".join(columns.values()), list(columns), hidden=hidden)
 
 
 def _list_expert_cells(one: Candidate) -> list[str]:
     """Write how ranks have experts, and the share of the step that exchanging tokens takes; '' for what it has not."""
     layout = one.plan.layout
-    ms = one.sum_rows(LAYER_GROUPS[EXPERT])
-    sizes = [str(number) if number > 1 else "" for number in (layout.expert, layout.expert_tensor)]
-    return [*sizes, percent(share(ms, one.step_ms)) if ms else ""]
+    return [
+        _write_size(layout.expert),
+        _write_size(layout.expert_tensor),
+        _write_share(one, LAYER_GROUPS[EXPERT]),
+    ]
 
 
 def _list_cells(one: Candidate) -> list[str]:
@@ -88,20 +115,32 @@ def _list_cells(one: Candidate) -> list[str]:
     not."""
     plan = one.plan
     layout = plan.layout
-    sizes = [layout.tensor, layout.context, layout.pipeline, layout.data, len(plan.stage.chunks)]
-    shares = []
-    for rows in (LAYER_GROUPS[TENSOR], LAYER_GROUPS[CONTEXT], BUBBLE):
-        ms = one.sum_rows(rows)
-        shares.append(percent(share(ms, one.step_ms)) if ms else "")
     return [
-        *(str(number) if number > 1 else "" for number in sizes),
+        _write_size(layout.tensor),
+        _write_size(layout.context),
+        _write_size(layout.pipeline),
+        _write_size(layout.data),
+        _write_size(len(plan.stage.chunks)),
         _name_sharding(plan),
         str(plan.args.training.micro_batch_size),
         _name_recomputation(plan),
         size(one.peak_bytes),
         f"{milliseconds(one.step_ms)} ms",
-        *shares,
+        _write_share(one, LAYER_GROUPS[TENSOR]),
+        _write_share(one, LAYER_GROUPS[CONTEXT]),
+        _write_share(one, BUBBLE),
     ]
+
+
+def _write_size(number: int) -> str:
+    """Write into how many parts a dimension splits; '' for a dimension that splits nothing."""
+    return str(number) if number > 1 else ""
+
+
+def _write_share(one: Candidate, rows: str) -> str:
+    """Write the share of the step that these rows take; '' where they take nothing."""
+    ms = one.sum_rows(rows)
+    return percent(share(ms, one.step_ms)) if ms else ""
 
 
 def _name_sharding(plan: Plan) -> str:
@@ -126,29 +165,32 @@ def _give_reasons(one: Candidate) -> Iterator[str]:
     plan = one.plan
     layout = plan.layout
     if layout.tensor > 1:
-        cost = _cost(one, LAYER_GROUPS[TENSOR])
-        yield f"TP {layout.tensor}: {_place(one, TENSOR)}; {cost} for exchange within layers"
+        cost = _describe_exchange(one, TENSOR)
+        yield f"TP {layout.tensor}: {cost} for exchange within layers"
     if layout.context > 1:
-        cost = _cost(one, LAYER_GROUPS[CONTEXT])
-        yield f"CP {layout.context}: {_place(one, CONTEXT)}; {cost} for keys and values"
+        cost = _describe_exchange(one, CONTEXT)
+        yield f"CP {layout.context}: {cost} for keys and values"
     if layout.expert_block > 1:
-        cost = _cost(one, LAYER_GROUPS[EXPERT])
+        cost = _describe_exchange(one, EXPERT)
         split = f", {layout.expert_tensor} split each expert" if layout.expert_tensor > 1 else ""
-        yield f"EP {layout.expert}{split}: {_place(one, EXPERT)}; {cost} for tokens to experts and back"
+        yield f"EP {layout.expert}{split}: {cost} for tokens to experts and back"
     if layout.pipeline > 1:
-        passes = plan.final_micro_batches
-        schedule = f"{passes} micro-batches"
-        chunks = len(plan.stage.chunks)
-        if chunks > 1:
-            schedule += f", {chunks} chunks each"
-        bubble = f"a bubble of {_cost(one, BUBBLE)} with {schedule}"
-        yield f"PP {layout.pipeline}: {bubble}; {_place(one, PIPELINE)}"
+        links = _describe_links(one, PIPELINE)
+        yield f"PP {layout.pipeline}: {_describe_bubble(one)}; {links}"
     if plan.sharding:
         state = "weights and state" if plan.sharding.gathers_twice else "state"
-        yield f"{state} sharded over {plan.sharding.ranks} ranks; {_place(one, DATA)}"
+        links = _describe_links(one, DATA)
+        yield f"{state} sharded over {plan.sharding.ranks} ranks; {links}"
 
 
-def _place(one: Candidate, group: str) -> str:
+def _describe_exchange(one: Candidate, group: str) -> str:
+    """Describe over which links a dimension of the layers exchanges, and the share of the step that this takes."""
+    links = _describe_links(one, group)
+    ms = one.sum_rows(LAYER_GROUPS[group])
+    return f"{links}; {percent(share(ms, one.step_ms))}"
+
+
+def _describe_links(one: Candidate, group: str) -> str:
     """Describe over which links the traffic of a dimension goes."""
     nodes = one.count_nodes(group)
     if nodes > 1:
@@ -156,9 +198,14 @@ def _place(one: Candidate, group: str) -> str:
     return "its traffic stays within a node"
 
 
-def _cost(one: Candidate, rows: str) -> str:
-    """Write the share of the step that these rows take."""
-    return percent(share(one.sum_rows(rows), one.step_ms))
+def _describe_bubble(one: Candidate) -> str:
+    """Describe the share of the step in which a stage waits, and the schedule that makes it wait."""
+    schedule = f"{one.plan.final_micro_batches} micro-batches"
+    chunks = len(one.plan.stage.chunks)
+    if chunks > 1:
+        schedule += f", {chunks} chunks each"
+    bubble = percent(share(one.sum_rows(BUBBLE), one.step_ms))
+    return f"a bubble of {bubble} with {schedule}"
 
 
 def _compare(layouts: list[Candidate]) -> Iterator[str]:
@@ -168,11 +215,13 @@ def _compare(layouts: list[Candidate]) -> Iterator[str]:
     first, second = layouts[:2]
     if not first.time or not second.time:
         return
-    more_ms = {row.name: -row.ms for row in first.time.rows}
+    more_ms_by_row: dict[str, float] = defaultdict(float)
+    for row in first.time.rows:
+        more_ms_by_row[row.name] = -row.ms
     for row in second.time.rows:
-        more_ms[row.name] = row.ms + more_ms.get(row.name, 0.0)
-    name = max(more_ms, key=lambda name: more_ms[name])
-    if more_ms[name] > 0:
+        more_ms_by_row[row.name] += row.ms
+    name, more_ms = max(more_ms_by_row.items(), key=lambda named: named[1])
+    if more_ms > 0:
+        layout = name_layout(second.plan)
         slower = milliseconds(second.step_ms - first.step_ms)
-        most = f"{milliseconds(more_ms[name])} ms more for {name}"
-        yield f"{name_layout(second.plan)} takes {slower} ms longer: {most}"
+        yield f"{layout} takes {slower} ms longer: {milliseconds(more_ms)} ms more for {name}"

@@ -1,12 +1,13 @@
 """A plan as lines for a terminal: the verdict first, then what it is made of, at last what was assumed."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.formats.hardware import PROCESSORS, Processor
-from megatron_lite.formats.run_record import LedgerRow, MemoryPrediction, Moment
-from megatron_lite.pipeline_schedule import measure_bubble
+from megatron_lite.formats.run_record import LedgerRow, MemoryPrediction, Moment, TimePrediction, TimeRow
+from megatron_lite.pipeline_schedule import TimedAction, measure_bubble
 from megatron_lite.planner.inference import InferencePrediction
 from megatron_lite.planner.plan_results import (
     Exact,
@@ -18,7 +19,7 @@ from megatron_lite.planner.plan_results import (
     Training,
 )
 from megatron_lite.planner.step_time import Duration
-from megatron_lite.planner.what_if import Fit, Variant
+from megatron_lite.planner.what_if import Fit
 from megatron_lite.report import palette
 from megatron_lite.report.plan_search import build_search_sections, judge_search
 from megatron_lite.report.section import Block, Lines, Section, Table, build_share_table, limit_rows, section_lines
@@ -48,6 +49,8 @@ def plan_lines(report: PlanReport, style: Style, why: bool = False) -> list[str]
 
 # --- the first lines: does training fit, or generating; how fast can it be, how long does it take
 
+ASK_FOR_GPU = "--gpu NAME shows whether it fits and how fast it can be"
+
 
 def verdicts(report: PlanReport) -> list[str]:
     """A sentence for each GPU that was named; without any the peak, and how to learn more."""
@@ -61,11 +64,14 @@ def verdicts(report: PlanReport) -> list[str]:
     where = _describe_peak_moment(training)
     if training.outlooks:
         return [_judge_training(outlook, training.exact, margin, where) for outlook in training.outlooks]
-    peak_bytes = training.memory.peak.num_bytes
-    if training.exact:
-        peak_bytes = training.exact.allocated_peak_bytes
+    peak_bytes = _choose_peak_bytes(training.memory, training.exact)
     held = f"{size(peak_bytes)} of tensors on each GPU"
-    return [f"peak {held}, {where}; --gpu NAME shows whether it fits and how fast it can be"]
+    return [f"peak {held}, {where}; {ASK_FOR_GPU}"]
+
+
+def _choose_peak_bytes(memory: MemoryPrediction, exact: Exact | None) -> int:
+    """Take the peak of the walk where there was one, else the formula's."""
+    return exact.allocated_peak_bytes if exact else memory.peak.num_bytes
 
 
 def _describe_peak_moment(training: Training) -> str:
@@ -90,20 +96,26 @@ def _judge_training(outlook: Outlook, exact: Exact | None, margin: float, where:
         where: the moment of the peak, in words.
     """
     room_bytes = outlook.room_bytes
+    budget_bytes = room_bytes * (1 - margin)
     name = outlook.processor.name
-    peak_bytes = exact.allocated_peak_bytes if exact else outlook.memory.peak.num_bytes
-    share_of_room = percent(peak_bytes / room_bytes)
-    peak = f"peak {peak_bytes / GIB:.1f} of {room_bytes / GIB:.1f} GiB ({share_of_room}), {where}"
+    peak_bytes = _choose_peak_bytes(outlook.memory, exact)
+    peak = f"peak {_compare_with_room(peak_bytes, room_bytes)}, {where}"
     remedy = ""
     if outlook.fit:
         remedy = f"; {describe_fit(outlook.fit)}"
     if peak_bytes > room_bytes:
         return f"does not fit in one {name}: {peak}{remedy}"
     speed = _describe_speed(outlook)
-    if peak_bytes > room_bytes * (1 - margin):
+    if peak_bytes > budget_bytes:
         left = f"less than {percent(margin)} is left for CUDA, NCCL and allocator overhead"
         return f"may fit in one {name}: {peak}; {left}{remedy}; {speed}"
     return f"fits in one {name}: {peak}; {speed}"
+
+
+def _compare_with_room(num_bytes: int, room_bytes: int) -> str:
+    """Write how much of a GPU's memory is taken: '60.1 of 79.1 GiB (76%)'."""
+    part = percent(num_bytes / room_bytes)
+    return f"{num_bytes / GIB:.1f} of {room_bytes / GIB:.1f} GiB ({part})"
 
 
 def _describe_speed(outlook: Outlook) -> str:
@@ -113,8 +125,9 @@ def _describe_speed(outlook: Outlook) -> str:
         return "how fast it can be is not known: the table has no peak of this GPU in this precision"
     step = f"{milliseconds(time.step_ms)} ms per step"
     rate = f"{count(time.tokens_per_s)} tokens/s"
-    tokens = f"{short_count(outlook.duration.tokens)} tokens"
-    return f"at best {step}, {rate}, {_describe_span(outlook.duration)} for {tokens}"
+    span = _describe_span(outlook.duration)
+    tokens = short_count(outlook.duration.tokens)
+    return f"at best {step}, {rate}, {span} for {tokens} tokens"
 
 
 def describe_fit(fit: Fit) -> str:
@@ -122,7 +135,8 @@ def describe_fit(fit: Fit) -> str:
     makes it fit."""
     if fit.found:
         words = fit.found.words or "no change at all, by formula"
-        return f"it fits with {words} ({size(fit.found.peak_bytes)})"
+        needed = size(fit.found.peak_bytes)
+        return f"it fits with {words} ({needed})"
     assert fit.least is not None  # where nothing was found
     needed_bytes = fit.least.peak_bytes
     excess = size(needed_bytes - fit.budget_bytes)
@@ -130,18 +144,22 @@ def describe_fit(fit: Fit) -> str:
     least = f"no micro-batch and no recomputation makes it fit: at least {size(needed_bytes)}, {too_much}"
     remedy = fit.remedy
     if remedy is not None:
-        return f"{least}; smallest change that fits: {remedy.words} ({size(remedy.peak_bytes)})"
+        needed = size(remedy.peak_bytes)
+        return f"{least}; smallest change that fits: {remedy.words} ({needed})"
     gib = needed_bytes / (1 - fit.margin) / GIB
     return f"{least}; nor does a shorter sequence: it needs a smaller model{_name_larger_gpu(gib)}"
 
 
 def _name_larger_gpu(gib: float) -> str:
     """Name the smallest GPU of the table with so much memory, as the end of a sentence."""
-    large = [(one.memory_gib, one.name) for one in PROCESSORS if one.memory_gib and one.memory_gib >= gib]
+    large = {}
+    for one in PROCESSORS:
+        if one.memory_gib and one.memory_gib >= gib:
+            large[one.name] = one.memory_gib
     if not large:
         return ", no GPU of the table is large enough"
-    memory_gib, name = min(large, key=lambda one: one[0])
-    return f" or a GPU of {gib:.1f} GiB, such as {name} ({memory_gib:g} GiB)"
+    name = min(large, key=lambda name: large[name])
+    return f" or a GPU of {gib:.1f} GiB, such as {name} ({large[name]:g} GiB)"
 
 
 def _judge_all_generating(generating: Generating, precision: str, margin: float) -> list[str]:
@@ -157,11 +175,12 @@ def _judge_all_generating(generating: Generating, precision: str, margin: float)
     weights = found.weights[format_number]
     held = f"with {weights.name} and a cache for {count(found.batch)} x {count(found.tokens)} tokens"
     if not generating.on_gpus:
-        takes = f"generating takes {size(found.num_bytes(weights))} of tensors {held}"
-        return [f"{takes}; --gpu NAME shows whether it fits and how fast it can be"]
+        needed = size(found.num_bytes(weights))
+        return [f"generating takes {needed} of tensors {held}; {ASK_FOR_GPU}"]
     texts = []
     for processor, on_gpu in generating.on_gpus:
-        texts.append(_judge_generating(processor, on_gpu, format_number, held, margin))
+        text = _judge_generating(processor, on_gpu, format_number, held, margin)
+        texts.append(text)
     return texts
 
 
@@ -184,11 +203,13 @@ def _judge_generating(
     name = processor.name
     room_bytes = processor.memory_bytes
     budget_bytes = room_bytes * (1 - margin)
-    needed_bytes = found.num_bytes(found.weights[format_number])
-    needed = f"{needed_bytes / GIB:.1f} of {room_bytes / GIB:.1f} GiB ({percent(needed_bytes / room_bytes)}) {held}"
+    weights = found.weights[format_number]
+    needed_bytes = found.num_bytes(weights)
+    needed = f"{_compare_with_room(needed_bytes, room_bytes)} {held}"
     speed = ""
     if found.token_rows:
-        tokens_per_s = found.tokens_per_s(found.token_rows[format_number])
+        row = found.token_rows[format_number]
+        tokens_per_s = found.tokens_per_s(row)
         speed = f"; at best {count(tokens_per_s)} tokens/s"
     if needed_bytes <= budget_bytes:
         return f"generating fits in one {name}: {needed}{speed}"
@@ -210,11 +231,11 @@ def _describe_fitting(found: InferencePrediction, format_number: int, budget_byt
     Returns:
         The end of a sentence; '' where nothing fits.
     """
-    weights = found.weights[format_number]
+    weights_bytes = found.weights[format_number].num_bytes
     bytes_of_one = found.cache.num_bytes // found.batch
-    batch = int((budget_bytes - weights.num_bytes) // bytes_of_one)
+    batch = int((budget_bytes - weights_bytes) // bytes_of_one)
     if batch >= 1:
-        needed_bytes = weights.num_bytes + batch * bytes_of_one
+        needed_bytes = weights_bytes + batch * bytes_of_one
         return f"; it fits with --batch {batch} ({size(needed_bytes)})"
     for narrower in found.weights:
         needed_bytes = found.num_bytes(narrower)
@@ -294,73 +315,94 @@ def _build_training_sections(subject: Subject, training: Training, why: bool) ->
 
 def _build_work_section(subject: Subject) -> Section:
     """FLOPs of a step by either convention."""
-    tokens = subject.plan.batch.final * subject.plan.shape.seq_length
+    plan = subject.plan
+    tokens = plan.batch.final * plan.shape.seq_length
     flops_by_convention = {
         "half of attention counted (Megatron-LM)": subject.count_flops(causal=True),
         "all of attention counted (nanoGPT, PaLM)": subject.count_flops(causal=False),
     }
     rows = []
     for name, per_token in flops_by_convention.items():
-        rows.append((name, flops(per_token * tokens), f"{flops(per_token)} per token"))
-    return Section("work", "Work of a step", f"{count(tokens)} tokens, all GPUs", [Table(rows, "lrr")])
+        of_step = flops(per_token * tokens)
+        rows.append((name, of_step, f"{flops(per_token)} per token"))
+    table = Table(rows, "lrr")
+    return Section("work", "Work of a step", f"{count(tokens)} tokens, all GPUs", [table])
 
 
 def _build_parameters_section(subject: Subject) -> Section:
     """Parameters of each part that the model has."""
-    parts = [(name, number) for name, number in subject.parts.items() if number]
-    whole = sum(number for _, number in parts)
-    table = build_share_table(parts, whole, count)
-    return Section("parameters", "Parameters", f"{count(whole)} ({short_count(whole)})", [table])
+    parts = {name: number for name, number in subject.parts.items() if number}
+    whole = sum(parts.values())
+    table = build_share_table(list(parts.items()), whole, count)
+    of = f"{count(whole)} ({short_count(whole)})"
+    return Section("parameters", "Parameters", of, [table])
 
 
 def _build_memory_sections(memory: MemoryPrediction, why: bool) -> Iterator[Section]:
     """Build the ledger of what tensors hold at the peak, and the moments at which the peak can be."""
-    peak = memory.peak
-    shown = [row for row in peak.rows if why or row.num_bytes >= SMALL * peak.num_bytes]
-    blocks: list[Block] = [_build_ledger(peak, shown)]
-    if why:
-        formulas = [f"{row.name} = {row.formula}" for row in shown if row.formula]
-        blocks.append(Lines(formulas, quiet=True))
-    of = f"estimate for one GPU, {peak.where} ({peak.phase})"
-    yield Section("memory", "Memory at the peak", of, blocks)
+    yield _build_peak_section(memory.peak, why)
     rows = []
     shares = []
     for moment in memory.moments:
-        rows.append((moment.phase, moment.where, size(moment.num_bytes)))
-        shares.append(share(moment.num_bytes, peak.num_bytes))
-    yield Section(
-        "moments",
-        "Memory through a step",
-        "estimate for one GPU",
-        [Table(rows, "llr", shares=shares)],
-    )
+        num_bytes = moment.num_bytes
+        rows.append((moment.phase, moment.where, size(num_bytes)))
+        shares.append(share(num_bytes, memory.peak.num_bytes))
+    table = Table(rows, "llr", shares=shares)
+    yield Section("moments", "Memory through a step", "estimate for one GPU", [table])
+
+
+def _build_peak_section(peak: Moment, why: bool) -> Section:
+    """Build the ledger of what tensors hold at the peak. `why`: with every row, and its formula."""
+    shown = list(peak.rows)
+    if not why:
+        least_bytes = SMALL * peak.num_bytes
+        shown = [row for row in shown if row.num_bytes >= least_bytes]
+    blocks: list[Block] = [_build_ledger(peak, shown)]
+    if why:
+        blocks.append(Lines(_write_formulas(shown), quiet=True))
+    of = f"estimate for one GPU, {peak.where} ({peak.phase})"
+    return Section("memory", "Memory at the peak", of, blocks)
+
+
+def _write_formulas(rows: Iterable[LedgerRow | TimeRow]) -> list[str]:
+    """Write the formula behind each row that has one."""
+    return [f"{row.name} = {row.formula}" for row in rows if row.formula]
 
 
 def _build_ledger(peak: Moment, shown: Sequence[LedgerRow]) -> Table:
     """Build the table of what holds the peak, whose rows add up to it; those that are not shown share one."""
-    colors = [palette.HELD.get(row.category, palette.GREY) for row in shown]
-    parts = [(row.name, row.num_bytes) for row in shown]
+    parts = []
+    colors = []
+    rest_bytes = peak.num_bytes
+    for row in shown:
+        parts.append((row.name, row.num_bytes))
+        colors.append(palette.HELD.get(row.category, palette.GREY))
+        rest_bytes -= row.num_bytes
     table = build_share_table(parts, peak.num_bytes, size, colors)
     rows = [*table.rows]
-    rest_bytes = peak.num_bytes - sum(row.num_bytes for row in shown)
+    shares = [*table.shares]
     if rest_bytes:
-        rows.append(("smaller ones", size(rest_bytes), percent(share(rest_bytes, peak.num_bytes))))
+        part = percent(share(rest_bytes, peak.num_bytes))
+        rows.append(("smaller ones", size(rest_bytes), part))
+        shares.append(None)
     rows.append(("peak", size(peak.num_bytes), ""))
-    without_bars = [None] * (len(rows) - len(shown))
-    return Table(rows, "lrr", shares=[*table.shares, *without_bars], colors=colors)
+    shares.append(None)
+    return Table(rows, "lrr", shares=shares, colors=colors)
 
 
 def build_stages_section(unsorted: Sequence[StageOutlook], everything: bool) -> Section:
     """Build the table of what one rank of each stage holds at its peak, and say why the heaviest is the heaviest."""
     stages = sorted(unsorted, key=lambda one: -one.memory.peak.num_bytes)
     shown, hidden = limit_rows(stages, MAX_STAGES, everything)
+    rows = [_list_stage_cells(one) for one in shown]
     head = ["stage", "layers", "peak", "exact", *KINDS, "in flight", "work at best"]
     align = "rl" + "r" * (len(head) - 2)
-    table = Table([_list_stage_cells(one) for one in shown], align, head, hidden=hidden)
+    table = Table(rows, align, head, hidden=hidden)
+    why = _say_why_heaviest(stages)
     meaning = "state: weights, moments, gradients; in flight: micro-batches whose activations are kept for backward"
-    lines = [_say_why_heaviest(stages), meaning]
-    blocks: list[Block] = [table, Lines(lines, quiet=True)]
-    return Section("stages", "Memory by stage", "estimate for one GPU of each, at its peak", blocks)
+    lines = Lines([why, meaning], quiet=True)
+    of = "estimate for one GPU of each, at its peak"
+    return Section("stages", "Memory by stage", of, [table, lines])
 
 
 def _list_stage_cells(one: StageOutlook) -> list[str]:
@@ -368,11 +410,11 @@ def _list_stage_cells(one: StageOutlook) -> list[str]:
     stage = one.plan.stage
     layers = stage.describe_layers("-")
     exact = size(one.exact.allocated_peak_bytes) if one.exact else ""
-    work = ""
-    if one.time and one.time.peak_tflops:
-        work = f"{milliseconds(one.time.step_ms)} ms"
-    kinds = sum_kinds(one.memory)
-    held = [size(kinds[kind]) if kinds[kind] else "" for kind in KINDS]
+    bytes_by_kind = sum_kinds(one.memory)
+    held = []
+    for kind in KINDS:
+        num_bytes = bytes_by_kind[kind]
+        held.append(size(num_bytes) if num_bytes else "")
     return [
         f"{stage.number + 1}",
         layers,
@@ -380,8 +422,15 @@ def _list_stage_cells(one: StageOutlook) -> list[str]:
         exact,
         *held,
         count(_count_in_flight(one)),
-        work,
+        _write_best_step(one.time),
     ]
+
+
+def _write_best_step(time: TimePrediction | None) -> str:
+    """Write the least time of a step, '12.3 ms'; '' where it is not known."""
+    if time is None or not time.peak_tflops:
+        return ""
+    return f"{milliseconds(time.step_ms)} ms"
 
 
 def _count_in_flight(one: StageOutlook) -> int:
@@ -400,25 +449,39 @@ def _build_schedule_section(plan: Plan, training: Training, everything: bool) ->
     actions = training.simulate_stages(simulated)
     if not actions:
         return
+    table = _build_waits(actions, num_stages, everything)
+    actions_of_chunk = 3 if plan.stage.splits_backward else 1
+    bubble = measure_bubble(num_stages, micro_batches, chunks * actions_of_chunk)
+    formula = f"{percent(bubble)} by formula, for equal stages and {count(micro_batches)} micro-batches"
+    note = Lines([f"bubble: {formula}"], quiet=True)
+    of = f"{count(simulated)} micro-batches at best, all stages as they compute"
+    yield Section("schedule", "Schedule", of, [table, note])
+
+
+def _build_waits(actions: Sequence[TimedAction], num_stages: int, everything: bool) -> Table:
+    """Build the table of how long each stage computes and waits in a schedule.
+
+    Args:
+        actions: the schedule.
+        num_stages: how many stages it has.
+        everything: show all stages.
+    """
     end_ms = max(action.end_ms for action in actions)
+    busy_ms_by_stage = [0.0] * num_stages
+    for action in actions:
+        busy_ms_by_stage[action.stage] += action.end_ms - action.start_ms
     rows = []
     shares = []
-    for number in range(num_stages):
-        busy_ms = sum(action.end_ms - action.start_ms for action in actions if action.stage == number)
+    for number, busy_ms in enumerate(busy_ms_by_stage, 1):
         wait_ms = end_ms - busy_ms
         waiting = share(wait_ms, end_ms)
         shares.append(waiting)
         busy = f"{milliseconds(busy_ms)} ms"
         wait = f"{milliseconds(wait_ms)} ms"
-        rows.append([str(number + 1), busy, wait, percent(waiting)])
+        rows.append([str(number), busy, wait, percent(waiting)])
     shown, hidden = limit_rows(rows, MAX_STAGES, everything)
     head = ["stage", "computes", "waits", "share"]
-    table = Table(shown, "rrrr", head, shares=shares[: len(shown)], hidden=hidden)
-    actions_of_chunk = 3 if plan.stage.splits_backward else 1
-    bubble = measure_bubble(num_stages, micro_batches, chunks * actions_of_chunk)
-    formula = f"{percent(bubble)} by formula, for equal stages and {count(micro_batches)} micro-batches"
-    of = f"{count(simulated)} micro-batches at best, all stages as they compute"
-    yield Section("schedule", "Schedule", of, [table, Lines([f"bubble: {formula}"], quiet=True)])
+    return Table(shown, "rrrr", head, shares=shares[: len(shown)], hidden=hidden)
 
 
 def sum_kinds(memory: MemoryPrediction) -> Counter[str]:
@@ -480,11 +543,15 @@ def _build_collectives_section(found: Exact, everything: bool) -> Section:
     """Build the table of what the rank exchanged in the walked step, most bytes first."""
     calls = sorted(found.collectives, key=lambda call: -call[2] * call[3])
     shown, hidden = limit_rows(calls, MAX_COLLECTIVES, everything)
-    rows = [(group, kind, count(times), size(each), size(each * times)) for group, kind, each, times in shown]
-    table = Table(rows, "llrrr", ["ranks", "", "times", "bytes each", "together"], hidden=hidden)
-    note = "whole tensors: what an all-gather gives, what a reduce-scatter takes; of the micro-batches that were walked"
-    blocks: list[Block] = [table, Lines([note], quiet=True)]
-    return Section("collectives", "Exchanged in a step", "by the rank that holds most", blocks)
+    rows = []
+    for group, kind, each_bytes, times in shown:
+        together = size(each_bytes * times)
+        rows.append((group, kind, count(times), size(each_bytes), together))
+    head = ["ranks", "", "times", "bytes each", "together"]
+    table = Table(rows, "llrrr", head, hidden=hidden)
+    meaning = "what an all-gather gives, what a reduce-scatter takes; of the micro-batches that were walked"
+    note = Lines([f"whole tensors: {meaning}"], quiet=True)
+    return Section("collectives", "Exchanged in a step", "by the rank that holds most", [table, note])
 
 
 def build_exact_section(memory: MemoryPrediction, found: Exact) -> Section:
@@ -494,18 +561,16 @@ def build_exact_section(memory: MemoryPrediction, found: Exact) -> Section:
         by_formula[row.category] += row.num_bytes
     rows = []
     for name in {**found.categories, **by_formula}:
-        rows.append(_list_exact_cells(name, found.categories.get(name, 0), by_formula.get(name, 0)))
+        exact_bytes = found.categories.get(name, 0)
+        rows.append(_list_exact_cells(name, exact_bytes, by_formula[name]))
     rows.append(_list_exact_cells("peak", found.allocated_peak_bytes, memory.peak.num_bytes))
     table = Table(rows, "lrrr", ["", "exact", "estimate", "difference"])
+    where = f"peak in {found.where}"
     expandable = f"with expandable segments {size(found.expandable_reserved_bytes)}"
     reserved = f"reserved by the caching allocator: {size(found.reserved_peak_bytes)}; {expandable}"
-    lines = Lines([f"peak in {found.where}", reserved, *found.notes])
-    return Section(
-        "exact",
-        "Exact",
-        f"the real model and step, without data, in {found.seconds:.1f} s",
-        [table, lines],
-    )
+    lines = Lines([where, reserved, *found.notes])
+    of = f"the real model and step, without data, in {found.seconds:.1f} s"
+    return Section("exact", "Exact", of, [table, lines])
 
 
 def _list_exact_cells(name: str, exact_bytes: int, formula_bytes: int) -> tuple[str, str, str, str]:
@@ -529,7 +594,7 @@ def build_time_section(outlooks: Sequence[Outlook], why: bool) -> Section:
     formulas = []
     lines = ["real steps take longer: kernels miss the peak, and launches and the host take time"]
     for outlook in outlooks:
-        formulas += [f"{row.name} = {row.formula}" for row in outlook.time.rows]
+        formulas += _write_formulas(outlook.time.rows)
         lines += outlook.time.notes
     if why:
         blocks.append(Lines(formulas, quiet=True))
@@ -540,44 +605,60 @@ def build_time_section(outlooks: Sequence[Outlook], why: bool) -> Section:
 
 def _build_time_of_one(outlook: Outlook) -> Table:
     """Build the table of a step's parts with the limit that each meets, and bars."""
-    time = outlook.time
-    rows = [[row.name, f"{milliseconds(row.ms, time.step_ms)} ms", row.bound] for row in time.rows]
+    step_ms = outlook.time.step_ms
+    rows = []
+    shares = []
+    for row in outlook.time.rows:
+        rows.append([row.name, f"{milliseconds(row.ms, step_ms)} ms", row.bound])
+        shares.append(share(row.ms, step_ms))
     for name, text in zip(_name_sums([outlook]), _sum_up(outlook)):
         rows.append([name, text, ""])
-    return Table(rows, "lrl", shares=[share(row.ms, time.step_ms) for row in time.rows])
+    return Table(rows, "lrl", shares=shares)
 
 
 def _build_times_of_several(outlooks: Sequence[Outlook]) -> Table:
     """Build the table of a step's parts with a column for each GPU."""
-    names = dict.fromkeys(row.name for outlook in outlooks for row in outlook.time.rows)
+    columns = [_write_parts(outlook.time) for outlook in outlooks]
+    names = dict.fromkeys(chain.from_iterable(columns))
     rows = []
     for name in names:
-        cells = [name]
-        for outlook in outlooks:
-            row = next((row for row in outlook.time.rows if row.name == name), None)
-            cells.append("not known" if row is None else f"{milliseconds(row.ms, outlook.time.step_ms)} ms")
-        rows.append(cells)
-    for name_and_sums in zip(_name_sums(outlooks), *map(_sum_up, outlooks)):
-        rows.append([*name_and_sums])
+        cells = [column.get(name, "not known") for column in columns]
+        rows.append([name, *cells])
+    sums = map(_sum_up, outlooks)
+    for name, *texts in zip(_name_sums(outlooks), *sums):
+        rows.append([name, *texts])
     head = ["", *(outlook.processor.name for outlook in outlooks)]
     return Table(rows, "l" + "r" * len(outlooks), head)
 
 
+def _write_parts(time: TimePrediction) -> dict[str, str]:
+    """Write the least time of each part of a step, '12.3 ms', by the name of the part."""
+    texts: dict[str, str] = {}
+    for row in time.rows:
+        texts.setdefault(row.name, f"{milliseconds(row.ms, time.step_ms)} ms")
+    return texts
+
+
 def _name_sums(outlooks: Sequence[Outlook]) -> list[str]:
-    """The names of what _sum_up gives."""
-    lengths = [outlook.duration.tokens for outlook in outlooks if outlook.duration]
-    training = f"{short_count(lengths[0])} tokens" if lengths else "whole training"
+    """Name what _sum_up writes, in its order."""
+    training = "whole training"
+    for outlook in outlooks:
+        if outlook.duration:
+            # the training is the same whatever the GPU
+            training = f"{short_count(outlook.duration.tokens)} tokens"
     return ["step", "tokens/s", "of peak at best", training, "GPU hours"]
 
 
 def _sum_up(outlook: Outlook) -> list[str]:
-    """A step's time, tokens/s, the share of the peak, the whole training's time and GPU hours."""
+    """Write a step's time, tokens/s, the share of the peak, the whole training's time and GPU hours."""
     time = outlook.time
     texts = ["not known", "", ""]
     if time.peak_tflops:
+        step_s = time.step_ms / 1000
+        peak_flops_per_s = time.peak_tflops * 1e12
         # with half of attention counted, Megatron-LM's convention
-        of_peak = time.flops_causal / (time.step_ms / 1000) / (time.peak_tflops * 1e12)
-        texts = [f"{milliseconds(time.step_ms)} ms", count(time.tokens_per_s), percent(of_peak)]
+        of_peak = time.flops_causal / step_s / peak_flops_per_s
+        texts = [_write_best_step(time), count(time.tokens_per_s), percent(of_peak)]
     training = outlook.duration
     if training is None:
         return [*texts, "", ""]
@@ -592,12 +673,12 @@ def _build_what_if_section(training: Training, margin: float) -> Section:
     for variant in training.variants:
         # the line below the table has the flags in full
         words = variant.words.replace(ALL_LAYERS, "--recompute-granularity full (all layers)")
-        change = f"{(variant.peak_bytes - now_bytes) / GIB:+.2f} GiB"
-        row = [words, size(variant.peak_bytes), change]
+        change_gib = (variant.peak_bytes - now_bytes) / GIB
+        row = [words, size(variant.peak_bytes), f"{change_gib:+.2f} GiB"]
         if outlook:
-            fits = variant.peak_bytes <= outlook.room_bytes * (1 - margin)
-            row.append("yes" if fits else "no")
-            row.append(_describe_best(variant) or "not known")
+            budget_bytes = outlook.room_bytes * (1 - margin)
+            row.append("yes" if variant.peak_bytes <= budget_bytes else "no")
+            row.append(_write_best_step(variant.time) or "not known")
         rows.append(row)
     head = ["", "peak", "against now"]
     of = "one change each"
@@ -606,24 +687,18 @@ def _build_what_if_section(training: Training, margin: float) -> Section:
         head += ["fits", "at best"]
         of = outlook.processor.name
         align += "lr"
+    table = Table(rows, align, head)
     lines = Lines([f"all layers: {ALL_LAYERS}"], quiet=True)
-    return Section("what_if", "What if", of, [Table(rows, align, head), lines])
-
-
-def _describe_best(variant: Variant) -> str:
-    """Write the least time of a step with a change, '12.3 ms'; '' where it is not known."""
-    time = variant.time
-    if time is None or not time.peak_tflops:
-        return ""
-    return f"{milliseconds(time.step_ms)} ms"
+    return Section("what_if", "What if", of, [table, lines])
 
 
 def _build_fit_section(fit: Fit) -> Section:
     """Flags to paste, or what is in the way."""
     lines = []
     if fit.fits:
-        spare_bytes = fit.budget_bytes - fit.given.peak_bytes
-        lines.append(f"fits as it is: {size(fit.given.peak_bytes)}, {size(spare_bytes)} to spare")
+        peak_bytes = fit.given.peak_bytes
+        spare = size(fit.budget_bytes - peak_bytes)
+        lines.append(f"fits as it is: {size(peak_bytes)}, {spare} to spare")
     found = fit.found
     if found is None:
         lines.append(describe_fit(fit))
@@ -631,12 +706,14 @@ def _build_fit_section(fit: Fit) -> Section:
         lines.append(f"more GPUs help only if they split the model too: {flags} 2 or more")
     elif found.words:
         what = "fastest that fits" if fit.fits else "fits with"
-        best = _describe_best(found)
+        lines.append(f"{what}: {found.words}")
+        best = _write_best_step(found.time)
         speed = f", at best {best} per step" if best else ""
-        lines += [f"{what}: {found.words}", f"peak {size(found.peak_bytes)}{speed}"]
-    room = f"{fit.processor.memory_gib:g} GiB"
+        lines.append(f"peak {size(found.peak_bytes)}{speed}")
+    processor = fit.processor
+    room = f"{processor.memory_gib:g} GiB"
     budget = f"{size(fit.budget_bytes)} of {room}, {percent(fit.margin)} left free"
-    return Section("fit", f"Fit into one {fit.processor.name}", budget, [Lines(lines)])
+    return Section("fit", f"Fit into one {processor.name}", budget, [Lines(lines)])
 
 
 def build_inference_section(generating: Generating, why: bool) -> Section:
@@ -648,28 +725,39 @@ def build_inference_section(generating: Generating, why: bool) -> Section:
     """
     found = generating.prediction
     formats = [row.name.removeprefix("weights in ") for row in found.weights]
-    rows = []
-    for name, weights, batch in zip(formats, found.weights, found.batches_beyond_weights):
-        rows.append([name, size(weights.num_bytes), size(found.num_bytes(weights)), count(batch)])
-    blocks: list[Block] = [Table(rows, "lrrr", ["", "weights", "with cache", "cache is larger from batch"])]
     timed = [(processor, one) for processor, one in generating.on_gpus if one.token_rows]
+    blocks: list[Block] = [_build_weights(formats, found)]
     if timed:
         blocks.append(_build_rates(formats, timed))
     lines = [f"KV cache: {size(found.cache.num_bytes)} = {found.cache.formula}"]
     if why:
-        lines += [f"{row.name} = {row.formula}" for row in found.weights]
+        lines += _write_formulas(found.weights)
         for _, on_gpu in timed:
-            lines += [f"{row.name} = {row.formula}" for row in on_gpu.token_rows]
+            lines += _write_formulas(on_gpu.token_rows)
     blocks.append(Lines(lines))
     of = f"batch {found.batch}, {count(found.tokens)} tokens each; tensors only"
     return Section("inference", "Inference", of, blocks)
 
 
+def _build_weights(formats: Sequence[str], found: InferencePrediction) -> Table:
+    """Build the table of what weights take: a row per number format."""
+    rows = []
+    for name, weights, batch in zip(formats, found.weights, found.batches_beyond_weights):
+        with_cache = size(found.num_bytes(weights))
+        rows.append([name, size(weights.num_bytes), with_cache, count(batch)])
+    head = ["", "weights", "with cache", "cache is larger from batch"]
+    return Table(rows, "lrrr", head)
+
+
 def _build_rates(formats: Sequence[str], timed: Sequence[tuple[Processor, InferencePrediction]]) -> Table:
     """Build the table of tokens/s at best: a row per number format, a column per GPU."""
-    columns = [_list_rates(processor, found) for processor, found in timed]
-    head = ["tokens/s at best", *(processor.name for processor, _ in timed)]
-    return Table(list(zip(formats, *columns)), "l" + "r" * len(timed), head)
+    head = ["tokens/s at best"]
+    columns = [formats]
+    for processor, found in timed:
+        head.append(processor.name)
+        columns.append(_list_rates(processor, found))
+    rows = list(zip(*columns))
+    return Table(rows, "l" + "r" * len(timed), head)
 
 
 def _list_rates(processor: Processor, found: InferencePrediction) -> list[str]:

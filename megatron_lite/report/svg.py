@@ -5,8 +5,11 @@ element's `title` is what a pointer shows.
 """
 
 import math
+import operator
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from xml.etree.ElementTree import Element, SubElement, tostring
 
 from markupsafe import Markup
@@ -26,8 +29,13 @@ AXIS_PX = 44  # below the plot
 POINT_PX = 7.0  # across, of a point whose size says nothing
 PLOT_UNITS = 1000  # units of a path across the plot
 AXIS_MARGIN = 0.04  # of the range of a vertical axis
+ROUNDING = 1e-9  # of a tick's distance: by less a value and a tick may differ and still be the same
 # below so many decades: digits with a tick
-DIGITS = ((1.2, (1, 1.5, 2, 3, 4, 5, 6, 8)), (4.0, (1, 2, 5)), (math.inf, (1,)))
+DIGITS = (
+    (1.2, (1, 1.5, 2, 3, 4, 5, 6, 8)),
+    (4.0, (1, 2, 5)),
+    (math.inf, (1,)),
+)
 
 
 class Scale:
@@ -39,26 +47,40 @@ class Scale:
         self.highest = highest if highest > lowest else lowest + (abs(lowest) or 1.0)
 
     def place(self, value: float) -> float:
+        """Compute where a value stands: 0 at the lowest, 1 at the highest."""
         if self.is_log:
-            return math.log(value / self.lowest) / math.log(self.highest / self.lowest)
+            from_lowest = math.log(value / self.lowest)
+            return from_lowest / math.log(self.highest / self.lowest)
         return (value - self.lowest) / (self.highest - self.lowest)
 
-    def ticks(self) -> list[tuple[float, str]]:
-        """Round values between the ends, and how they are written."""
-        if self.is_log:
-            return [(value, significant(value, 1 if value < 1000 else 2)) for value in self._choose_log_ticks()]
+    def list_ticks(self) -> list[tuple[float, str]]:
+        """List round values between the ends, each with how it is written."""
+        return self._list_log_ticks() if self.is_log else self._list_even_ticks()
+
+    def _list_even_ticks(self) -> list[tuple[float, str]]:
+        """List the multiples of a round number, all with the decimals of that number."""
+        step = self._choose_step()
+        decimals = max(0, -math.floor(math.log10(step) + ROUNDING))
+        first = math.ceil(self.lowest / step - ROUNDING)
+        last = math.floor(self.highest / step + ROUNDING)
+        ticks = []
+        for number in range(first, last + 1):
+            value = number * step
+            ticks.append((value, f"{value:,.{decimals}f}"))
+        return ticks
+
+    def _choose_step(self) -> float:
+        """Choose the distance of two ticks: the least round number with which there are at most MAX_TICKS."""
         span = self.highest - self.lowest
         magnitude = 10.0 ** math.floor(math.log10(span / MAX_TICKS))
-        steps = [magnitude * digit for digit in (1, 2, 5, 10)]
-        step = next(step for step in steps if span / step <= MAX_TICKS)
-        decimals = max(0, -math.floor(math.log10(step) + 1e-9))
-        first = math.ceil(self.lowest / step - 1e-9)
-        last = math.floor(self.highest / step + 1e-9)
-        values = [number * step for number in range(first, last + 1)]
-        return [(value, f"{value:,.{decimals}f}") for value in values]
+        for digit in (1, 2, 5):
+            step = magnitude * digit
+            if span / step <= MAX_TICKS:
+                return step
+        return magnitude * 10
 
-    def _choose_log_ticks(self) -> list[float]:
-        """Choose the more digits of each decade the fewer decades there are; of very many decades every second,
+    def _list_log_ticks(self) -> list[tuple[float, str]]:
+        """List round numbers: the more of each decade the fewer decades there are; of very many decades every second,
         third, ..."""
         decades = math.log10(self.highest / self.lowest)
         digits = next(digits for most, digits in DIGITS if decades < most)
@@ -67,8 +89,13 @@ class Scale:
         last_power = math.ceil(math.log10(self.highest))
         ticks = []
         for power in range(first_power, last_power + 1, every):
-            ticks += [digit * 10.0**power for digit in digits]
-        return [tick for tick in ticks if self.lowest * 0.999 <= tick <= self.highest * 1.001]
+            decade = 10.0**power
+            for digit in digits:
+                value = digit * decade
+                if self.lowest * 0.999 <= value <= self.highest * 1.001:
+                    written = significant(value, 1 if value < 1000 else 2)
+                    ticks.append((value, written))
+        return ticks
 
 
 def draw(figure: Figure) -> Markup:
@@ -82,7 +109,7 @@ def measure_gutter(figure: Figure) -> int:
     """Count the letters that stand to the left of the plot."""
     if isinstance(figure, BarChart):
         return max(map(len, figure.rows))
-    ticks = _scale_vertical(figure).ticks()
+    ticks = _scale_vertical(figure).list_ticks()
     return max(len(text) for _, text in ticks)
 
 
@@ -90,8 +117,12 @@ def place_rows(figure: Figure) -> list[tuple[str, int]]:
     """List the names of the rows of bars, each with the pixel of its middle; [] for curves."""
     if not isinstance(figure, BarChart):
         return []
-    first_middle = ROW_TOP_PX + figure.row_px // 2
-    return [(row, first_middle + number * figure.row_px) for number, row in enumerate(figure.rows)]
+    middle_px = ROW_TOP_PX + figure.row_px // 2
+    placed = []
+    for row in figure.rows:
+        placed.append((row, middle_px))
+        middle_px += figure.row_px
+    return placed
 
 
 # --- bars
@@ -107,22 +138,23 @@ class PlacedBar:
     color: str
 
     def find_sides(self, scale: Scale) -> tuple[float, float]:
-        """The left and the right end as shares of the plot's width; a bar of a negative value ends at its left."""
-        places = scale.place(self.begin), scale.place(self.end)
-        return min(places), max(places)
+        """Compute the left and the right side as shares of the plot's width; a negative value ends at its left."""
+        sides = scale.place(self.begin), scale.place(self.end)
+        return min(sides), max(sides)
 
 
 def _draw_bars(figure: BarChart) -> Element:
-    bars = _place_bars(figure)
-    scale = _scale_bars(figure, [bar for of_series in bars for bar in of_series])
+    bars_of_series = _place_bars(figure)
+    bars = list(chain.from_iterable(bars_of_series))
+    scale = _scale_bars(figure, bars)
     plot_px = figure.row_px * len(figure.rows)
     root = _begin(plot_px, ROW_TOP_PX)
     _draw_horizontal_axis(root, scale, figure.axis, plot_px)
-    are_many = sum(map(len, bars)) > MAX_DESCRIBED
+    are_many = len(bars) > MAX_DESCRIBED
     if are_many and figure.arrangement is Arrangement.OVERLAID:
-        _draw_many_bars(root, figure, bars, scale)
+        _draw_many_bars(root, figure, bars_of_series, scale)
     else:
-        for number, of_series in enumerate(bars):
+        for number, of_series in enumerate(bars_of_series):
             _draw_series(root, figure, number, of_series, scale)
     if scale.lowest < 0:
         _draw_upright(root, "zero", scale.place(0.0), plot_px)
@@ -134,19 +166,21 @@ def _draw_bars(figure: BarChart) -> Element:
 def _place_bars(figure: BarChart) -> list[list[PlacedBar]]:
     """Place the bars of each series on the axis; stacked ones begin where the series before ends in their row."""
     ends: dict[str, float] = {}
+    is_stacked = figure.arrangement is Arrangement.STACKED
     placed = []
     for series in figure.series:
         bars = []
-        for number, (row, value) in enumerate(zip(series.rows, series.values)):
+        has_own_colors = len(series.colors) > 1
+        for number, row in enumerate(series.rows):
             begin = 0.0
-            if figure.arrangement is Arrangement.STACKED:
+            if is_stacked:
                 begin = ends.get(row, 0.0)
-                ends[row] = begin + value
             elif series.begins:
                 begin = series.begins[number]
-            has_own_colors = len(series.colors) > 1
-            color = series.colors[number] if has_own_colors else series.colors[0]
-            bars.append(PlacedBar(number, begin, begin + value, color))
+            end = begin + series.values[number]
+            color = series.colors[number if has_own_colors else 0]
+            bars.append(PlacedBar(number, begin, end, color))
+            ends[row] = end
         placed.append(bars)
     return placed
 
@@ -189,8 +223,9 @@ def _draw_series(root: Element, figure: BarChart, number: int, bars: Sequence[Pl
     for bar in bars:
         if bar.begin == bar.end:
             continue
+        row = series.rows[bar.number]
+        top = row_numbers[row] * figure.row_px + above
         left, right = bar.find_sides(scale)
-        top = row_numbers[series.rows[bar.number]] * figure.row_px + above
         shape = {
             "x": _percent(left),
             "y": f"{top:.1f}",
@@ -217,16 +252,19 @@ def _draw_many_bars(root: Element, figure: BarChart, bars: Sequence[Sequence[Pla
     for series, of_series in zip(figure.series, bars):
         strokes = []
         for bar in of_series:
+            row = series.rows[bar.number]
+            middle = middles[row] - ROW_TOP_PX
             left, right = bar.find_sides(scale)
-            middle = middles[series.rows[bar.number]] - ROW_TOP_PX
-            length = _shorten(PLOT_UNITS * (right - left))
-            strokes.append(f"M{_shorten(PLOT_UNITS * left)} {middle}h{length}")
+            begin = _write_units(left)
+            length = _write_units(right - left)
+            strokes.append(f"M{begin} {middle}h{length}")
         shape = {
             "class": "line",
             "stroke-width": f"{BAR_SHARE * figure.row_px:.1f}",
             "d": "".join(strokes),
+            **_paint(series.colors[0]),
         }
-        SubElement(paths, "path", {**shape, **_paint(series.colors[0])})
+        SubElement(paths, "path", shape)
 
 
 def _draw_upright(root: Element, kind: str, place: float, plot_px: int) -> None:
@@ -239,7 +277,13 @@ def _draw_upright(root: Element, kind: str, place: float, plot_px: int) -> None:
         plot_px: the height of the plot.
     """
     across = _percent(place)
-    shape = {"class": kind, "x1": across, "x2": across, "y1": "0", "y2": f"{plot_px}"}
+    shape = {
+        "class": kind,
+        "x1": across,
+        "x2": across,
+        "y1": "0",
+        "y2": f"{plot_px}",
+    }
     SubElement(root, "line", shape)
 
 
@@ -250,12 +294,15 @@ def _describe_bar(figure: BarChart, series: Bars, number: int) -> str:
         names.append(series.name)
     if series.micro_batches:
         names.append(f"micro-batch {series.micro_batches[number]}")
-    begins = ""
-    if series.begins:
-        begins = f", from {significant(series.begins[number], 4)}"
+    value = significant(series.values[number], 4)
     # 'ms per step, B - A' and 'ms of a step' are axes of milliseconds
-    unit = figure.axis.title.partition(",")[0].partition(" of ")[0]
-    return f"{', '.join(names)}: {significant(series.values[number], 4)} {unit}{begins}"
+    quantity, _, _ = figure.axis.title.partition(",")
+    unit, _, _ = quantity.partition(" of ")
+    text = f"{', '.join(names)}: {value} {unit}"
+    if series.begins:
+        begin = significant(series.begins[number], 4)
+        text += f", from {begin}"
+    return text
 
 
 # --- curves
@@ -275,7 +322,7 @@ class Plot:
 
     def place_unit(self, x: float) -> str:
         """Write where a value of x stands in a path, in PLOT_UNITS units of the width."""
-        return _shorten(PLOT_UNITS * self.x.place(x))
+        return _write_units(self.x.place(x))
 
     def measure_drop(self, y: float) -> float:
         """Measure how far a value of y stands below the plot's top, in pixels."""
@@ -287,20 +334,13 @@ class Plot:
 
 
 def _draw_curves(figure: CurveChart) -> Element:
-    across = [x for curve in figure.curves for x in curve.x]
-    plot = Plot(_scale_axis(figure.x, across), _scale_vertical(figure), figure.plot_px)
-    root = _begin(figure.plot_px, TOP_PX)
+    places = [curve.x for curve in figure.curves]
+    x = _scale_axis(figure.x, list(chain.from_iterable(places)))
+    plot = Plot(x, _scale_vertical(figure), figure.plot_px)
+    root = _begin(plot.height_px, TOP_PX)
     _draw_vertical_axis(root, plot, figure.y.title)
-    _draw_horizontal_axis(root, plot.x, figure.x, figure.plot_px)
-    paths = _begin_paths(root, figure.plot_px)
-    # upper areas first: each reaches down to the ground, and the next covers its lower part
-    for curve, tops in reversed(_stack_areas(figure.curves)):
-        _draw_path(paths, curve, _trace_area(curve.x, tops, plot))
-    for curve in figure.curves:
-        if curve.look in (Look.LINE, Look.JOINED_POINTS, Look.STAIRS):
-            _draw_path(paths, curve, _trace_line(curve, plot))
-        elif curve.look is Look.POINTS and not curve.texts:
-            _draw_path(paths, curve, _trace_points(curve, plot))
+    _draw_horizontal_axis(root, plot.x, figure.x, plot.height_px)
+    _draw_paths(root, figure, plot)
     _draw_strips(root, figure, plot.x)
     for curve in figure.curves:
         _draw_described_points(root, curve, plot)
@@ -311,36 +351,60 @@ def _draw_curves(figure: CurveChart) -> Element:
     return root
 
 
+def _draw_paths(root: Element, figure: CurveChart, plot: Plot) -> None:
+    """Draw areas, lines, and points without a text of their own."""
+    paths = _begin_paths(root, plot.height_px)
+    # upper areas first: each reaches down to the ground, and the next covers its lower part
+    for curve, tops in reversed(_stack_areas(figure.curves)):
+        area = _trace_area(curve.x, tops, plot)
+        _draw_path(paths, curve, area)
+    for curve in figure.curves:
+        if curve.look in (Look.LINE, Look.JOINED_POINTS, Look.STAIRS):
+            line = _trace_line(curve, plot)
+            _draw_path(paths, curve, line)
+        elif curve.look is Look.POINTS and not curve.texts:
+            points = _trace_points(curve, plot)
+            _draw_path(paths, curve, points)
+
+
 def _scale_vertical(figure: CurveChart) -> Scale:
     """Scale the vertical axis, with some room above, and below where it does not begin at zero."""
-    values: list[float] = []
-    for curve in figure.curves:
-        if curve.look is not Look.AREA:
-            values += curve.y
-    for _, tops in _stack_areas(figure.curves):
-        values += tops
-    if figure.mark:
-        values.append(figure.mark.y)
-    lowest = min(values) if figure.y.lowest is None else figure.y.lowest
-    highest = max(values) if figure.y.highest is None else figure.y.highest
-    if figure.y.is_log:
+    axis = figure.y
+    heights = _list_heights(figure)
+    lowest = min(heights) if axis.lowest is None else axis.lowest
+    highest = max(heights) if axis.highest is None else axis.highest
+    if axis.is_log:
+        # a logarithmic axis has its room as a factor
         room = (highest / lowest) ** AXIS_MARGIN if highest > lowest else 1.1
         return Scale(lowest / room, highest * room, is_log=True)
     room = AXIS_MARGIN * (highest - lowest)
-    room_below = room if figure.y.lowest is None else 0.0
+    room_below = room if axis.lowest is None else 0.0
     return Scale(lowest - room_below, highest + room)
+
+
+def _list_heights(figure: CurveChart) -> list[float]:
+    """List the values at which something is drawn: of curves, of the upper edges of areas, and of the mark."""
+    heights: list[float] = []
+    for curve in figure.curves:
+        if curve.look is not Look.AREA:
+            heights += curve.y
+    for _, tops in _stack_areas(figure.curves):
+        heights += tops
+    if figure.mark:
+        heights.append(figure.mark.y)
+    return heights
 
 
 def _stack_areas(curves: Sequence[Curve]) -> list[tuple[Curve, list[float]]]:
     """Stack each area upon those before it: the curves that are areas, each with its upper edge."""
     stacked: list[tuple[Curve, list[float]]] = []
+    below: list[float] = []
     for curve in curves:
         if curve.look is not Look.AREA:
             continue
-        ground = [0.0] * len(curve.y)
-        below = stacked[-1][1] if stacked else ground
-        tops = [low + value for low, value in zip(below, curve.y)]
+        tops = list(map(operator.add, below, curve.y)) if stacked else list(curve.y)
         stacked.append((curve, tops))
+        below = tops
     return stacked
 
 
@@ -348,7 +412,8 @@ def _draw_path(parent: Element, curve: Curve, path: str) -> None:
     shape = {"class": _name_path(curve), "d": path}
     if curve.look not in (Look.AREA, Look.POINTS):
         shape["stroke-width"] = f"{curve.width:g}"
-    SubElement(parent, "path", shape | _paint(curve.color))
+    shape |= _paint(curve.color)
+    SubElement(parent, "path", shape)
 
 
 def _name_path(curve: Curve) -> str:
@@ -361,8 +426,11 @@ def _name_path(curve: Curve) -> str:
 
 
 def _trace_area(across: Sequence[float], tops: Sequence[float], plot: Plot) -> str:
-    start = f"M{plot.place_unit(across[0])} {plot.height_px}"
-    return f"{start}{_trace_stairs(across, tops, plot)}V{plot.height_px}Z"
+    """Trace the outline of an area: its upper edge, and back along the ground."""
+    left = plot.place_unit(across[0])
+    ground = plot.height_px
+    edge = _trace_stairs(across, tops, plot)
+    return f"M{left} {ground}{edge}V{ground}Z"
 
 
 def _trace_stairs(across: Sequence[float], values: Sequence[float], plot: Plot) -> str:
@@ -379,17 +447,28 @@ def _trace_stairs(across: Sequence[float], values: Sequence[float], plot: Plot) 
 
 
 def _trace_line(curve: Curve, plot: Plot) -> str:
+    """Trace a line from point to point, or stairs from the first point on."""
     if curve.look is Look.STAIRS:
-        start = f"M{plot.place_unit(curve.x[0])} {plot.write_drop(curve.y[0])}"
-        return start + _trace_stairs(curve.x, curve.y, plot)
-    places = [f"{plot.place_unit(x)} {plot.write_drop(y)}" for x, y in zip(curve.x, curve.y)]
+        [start] = _list_places(curve.x[:1], curve.y[:1], plot)
+        return f"M{start}{_trace_stairs(curve.x, curve.y, plot)}"
+    places = _list_places(curve.x, curve.y, plot)
     return "M" + "L".join(places)
 
 
 def _trace_points(curve: Curve, plot: Plot) -> str:
     """Trace lines of no length, whose round ends are the points; the same place once."""
-    places = [f"M{plot.place_unit(x)} {plot.write_drop(y)}h0" for x, y in zip(curve.x, curve.y)]
-    return "".join(dict.fromkeys(places))
+    places = _list_places(curve.x, curve.y, plot)
+    return "".join(f"M{place}h0" for place in dict.fromkeys(places))
+
+
+def _list_places(across: Sequence[float], values: Sequence[float], plot: Plot) -> list[str]:
+    """Write points as a path names them: '500 12.3' is in the middle, 12.3 pixels below the top."""
+    places = []
+    for x, y in zip(across, values):
+        left = plot.place_unit(x)
+        drop = plot.write_drop(y)
+        places.append(f"{left} {drop}")
+    return places
 
 
 def _begin_paths(root: Element, plot_px: int) -> Element:
@@ -403,8 +482,10 @@ def _begin_paths(root: Element, plot_px: int) -> Element:
     return SubElement(root, "svg", shape)
 
 
-def _shorten(value: float) -> str:
-    return f"{value:.1f}".removesuffix(".0")
+def _write_units(share: float) -> str:
+    """Write a share of the plot's width in the units of a path, of which the whole width has PLOT_UNITS."""
+    units = f"{PLOT_UNITS * share:.1f}"
+    return units.removesuffix(".0")
 
 
 def _draw_described_points(root: Element, curve: Curve, plot: Plot) -> None:
@@ -419,27 +500,42 @@ def _draw_described_points(root: Element, curve: Curve, plot: Plot) -> None:
             "cy": plot.write_drop(curve.y[number]),
             "r": f"{diameter / 2:.1f}",
         }
-        _add_title(SubElement(group, "circle", shape), text)
+        point = SubElement(group, "circle", shape)
+        _add_title(point, text)
 
 
 def _draw_strips(root: Element, figure: CurveChart, x: Scale) -> None:
     """Draw invisible strips that a pointer can be at; each shows the values where the curves are highest in it."""
-    shown = [curve for curve in figure.curves if not curve.texts and not curve.is_limit]
-    points_by_strip: dict[int, list[tuple[Curve, int]]] = {}
-    for curve in shown:
-        # curves over the same places are told of the same moment, at which they are highest together
-        together = [other for other in shown if other.x is curve.x or list(other.x) == list(curve.x)]
-        for strip, number in _find_highest_by_strip(curve, together, x).items():
-            points_by_strip.setdefault(strip, []).append((curve, number))
     group = SubElement(root, "g", {"class": "strips"})
-    for strip, points in sorted(points_by_strip.items()):
-        lines = [_describe_point(figure, curve, number) for curve, number in points if curve.y[number]]
+    for strip, points in _choose_points_by_strip(figure, x).items():
+        lines = []
+        for curve, number in points:
+            if curve.y[number]:
+                lines.append(_describe_point(figure, curve, number))
         shape = {
             "x": f"{strip * 100 // MAX_STRIPS}%",
             "width": f"{100 // MAX_STRIPS}%",
             "height": f"{figure.plot_px}",
         }
-        _add_title(SubElement(group, "rect", shape), *lines)
+        rectangle = SubElement(group, "rect", shape)
+        _add_title(rectangle, *lines)
+
+
+def _choose_points_by_strip(figure: CurveChart, x: Scale) -> dict[int, list[tuple[Curve, int]]]:
+    """Choose a point of each curve for each strip, as (curve, the point's number), by the strip's number in its order;
+    points with texts describe themselves, and limits have no points."""
+    shown = [curve for curve in figure.curves if not curve.texts and not curve.is_limit]
+    points_by_strip: dict[int, list[tuple[Curve, int]]] = defaultdict(list)
+    for curve in shown:
+        # curves over the same places are told of the same moment, at which they are highest together
+        together = [other for other in shown if _has_same_places(other, curve)]
+        for strip, number in _find_highest_by_strip(curve, together, x).items():
+            points_by_strip[strip].append((curve, number))
+    return dict(sorted(points_by_strip.items()))
+
+
+def _has_same_places(one: Curve, other: Curve) -> bool:
+    return one.x is other.x or list(one.x) == list(other.x)
 
 
 def _find_highest_by_strip(curve: Curve, together: Sequence[Curve], x: Scale) -> dict[int, int]:
@@ -453,12 +549,15 @@ def _find_highest_by_strip(curve: Curve, together: Sequence[Curve], x: Scale) ->
     Returns:
         The number of the point, by number of the strip; strips without a point are not named.
     """
-    heights = [sum(values) for values in zip(*(other.y for other in together))]
+    values = zip(*(other.y for other in together))
+    heights = list(map(sum, values))
     highest: dict[int, int] = {}
-    for number, value in enumerate(curve.x):
-        strip = min(int(x.place(value) * MAX_STRIPS), MAX_STRIPS - 1)
-        best = highest.get(strip)
-        if best is None or heights[number] > heights[best]:
+    for number, place in enumerate(curve.x):
+        strip = int(x.place(place) * MAX_STRIPS)
+        # the right end belongs to the last strip
+        strip = min(strip, MAX_STRIPS - 1)
+        best = highest.setdefault(strip, number)
+        if heights[number] > heights[best]:
             highest[strip] = number
     return highest
 
@@ -468,7 +567,8 @@ def _describe_point(figure: CurveChart, curve: Curve, number: int) -> str:
     x = curve.x[number]
     place = f"{x:,}" if isinstance(x, int) else significant(x, 4)
     name = curve.name or figure.y.title
-    return f"{name}: {significant(curve.y[number], 4)} at {place}"
+    value = significant(curve.y[number], 4)
+    return f"{name}: {value} at {place}"
 
 
 def _draw_limit_name(root: Element, curve: Curve, plot: Plot) -> None:
@@ -476,23 +576,37 @@ def _draw_limit_name(root: Element, curve: Curve, plot: Plot) -> None:
     is_level = curve.y[0] == curve.y[-1]
     number = -1 if is_level else 0
     top_px = plot.measure_drop(curve.y[number]) - 6
-    shape = {"class": "name", "x": plot.place_percent(curve.x[number]), "y": f"{top_px:.1f}"}
+    shape = {
+        "class": "name",
+        "x": plot.place_percent(curve.x[number]),
+        "y": f"{top_px:.1f}",
+    }
     if is_level:
         shape["text-anchor"] = "end"
-    SubElement(root, "text", shape).text = curve.name
+    _add_text(root, curve.name, shape)
 
 
 def _draw_mark(root: Element, mark: Mark, plot: Plot) -> None:
     """Draw a point with its text, which stands on the side that has more room."""
     across = plot.place_percent(mark.x)
     top_px = plot.measure_drop(mark.y)
-    SubElement(root, "circle", {"class": "mark", "cx": across, "cy": f"{top_px:.1f}", "r": "4"})
-    shape = {"class": "name", "x": across, "y": f"{top_px - 5:.1f}"}
+    circle = {
+        "class": "mark",
+        "cx": across,
+        "cy": f"{top_px:.1f}",
+        "r": "4",
+    }
+    SubElement(root, "circle", circle)
+    beside = {
+        "class": "name",
+        "x": across,
+        "y": f"{top_px - 5:.1f}",
+    }
     if plot.x.place(mark.x) > 0.5:
-        shape |= {"text-anchor": "end", "dx": "-8"}
+        beside |= {"text-anchor": "end", "dx": "-8"}
     else:
-        shape["dx"] = "8"
-    SubElement(root, "text", shape).text = mark.text
+        beside["dx"] = "8"
+    _add_text(root, mark.text, beside)
 
 
 # --- axes
@@ -519,31 +633,36 @@ def _draw_horizontal_axis(root: Element, scale: Scale, axis: Axis, plot_px: int)
         plot_px: the height of the plot.
     """
     group = SubElement(root, "g", {"class": "axis"})
-    for number, (value, text) in enumerate(scale.ticks()):
-        place = _percent(scale.place(value))
-        SubElement(group, "line", {"x1": place, "x2": place, "y1": "0", "y2": f"{plot_px}"})
-        shape = {"x": place, "y": f"{plot_px + 18}"}
+    for number, (value, text) in enumerate(scale.list_ticks()):
+        across = _percent(scale.place(value))
+        SubElement(group, "line", x1=across, x2=across, y1="0", y2=f"{plot_px}")
+        shape = {"x": across, "y": f"{plot_px + 18}"}
         if number % 2:
             # a phone has room for every second one
             shape["class"] = "odd"
-        SubElement(group, "text", shape).text = text
-    title = SubElement(group, "text", {"x": "50%", "y": f"{plot_px + 37}", "class": "title"})
-    title.text = axis.title
+        _add_text(group, text, shape)
+    shape = {"x": "50%", "y": f"{plot_px + 37}", "class": "title"}
+    _add_text(group, axis.title, shape)
 
 
 def _draw_vertical_axis(root: Element, plot: Plot, title: str) -> None:
     """Draw the ticks at the left of the plot, and the title above them."""
     group = SubElement(root, "g", {"class": "axis left"})
-    for value, text in plot.y.ticks():
+    for value, text in plot.y.list_ticks():
         height = plot.write_drop(value)
-        SubElement(group, "line", {"x1": "0", "x2": "100%", "y1": height, "y2": height})
-        SubElement(group, "text", {"x": "-8", "y": height, "dy": ".35em"}).text = text
-    SubElement(group, "text", {"x": "0", "y": "-10", "class": "title"}).text = title
+        SubElement(group, "line", x1="0", x2="100%", y1=height, y2=height)
+        _add_text(group, text, {"x": "-8", "y": height, "dy": ".35em"})
+    _add_text(group, title, {"x": "0", "y": "-10", "class": "title"})
+
+
+def _add_text(parent: Element, text: str, shape: dict[str, str]) -> None:
+    SubElement(parent, "text", shape).text = text
 
 
 def _add_title(element: Element, *lines: str) -> None:
     """Add what a pointer shows, a line each."""
-    SubElement(element, "title").text = "\n".join(fit(line, MAX_TITLE_LETTERS) for line in lines)
+    title = SubElement(element, "title")
+    title.text = "\n".join(fit(line, MAX_TITLE_LETTERS) for line in lines)
 
 
 def _paint(color: str) -> dict[str, str]:

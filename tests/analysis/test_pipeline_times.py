@@ -9,7 +9,7 @@ from support.wording import wording
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.pipeline_schedule import ActionTimes, Stage, simulate_schedule
-from megatron_lite.report.charts import schedule_chart
+from megatron_lite.report.charts import build_schedule
 from megatron_lite.report.json_file import as_json
 from megatron_lite.report.sections.all import pipeline_section
 
@@ -60,7 +60,7 @@ def test_the_report_shows_stages_beside_the_schedule(tmp_path):
         lines.texts[0] == wording("analysis/with-equal-stages-schedule", 27)
         and "stage 2 computes longest" in lines.texts[1]
     )
-    chart = schedule_chart(report)
+    chart = build_schedule(report)
     assert [one.name for one in chart.series] == ["forward", "backward"]
     assert sum(len(one.values) for one in chart.series) == len(found.actions) == 2 * 8 * 4
     shown = json.loads(json.dumps(as_json(report)))["pipeline"]
@@ -70,4 +70,4 @@ def test_the_report_shows_stages_beside_the_schedule(tmp_path):
 def test_a_run_without_stages_has_none(tmp_path):
     pipeline_run(8, [4.0])(tmp_path)
     report = analyze([tmp_path])
-    assert report.facts.pipeline is None and pipeline_section(report, False) is None and schedule_chart(report) is None
+    assert report.facts.pipeline is None and pipeline_section(report, False) is None and build_schedule(report) is None

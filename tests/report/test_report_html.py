@@ -23,7 +23,7 @@ from megatron_lite.analysis.time.time_results import Span
 from megatron_lite.cli.main import main
 from megatron_lite.report import draw, svg
 from megatron_lite.report import html as page_module
-from megatron_lite.report.charts import build_charts, thinned
+from megatron_lite.report.charts import build_charts, thin_moments
 from megatron_lite.report.figure import Axis, Curve, CurveChart, Look
 from megatron_lite.report.html import build_tiles, html_page
 from megatron_lite.report.sections.all import SECTIONS, build_sections
@@ -124,13 +124,13 @@ def test_a_chart_without_its_section_is_left_out():
     ("lowest", "highest", "within"), [(60.0, 90.0, 2), (1.0, 900.0, 8), (1e-6, 1e6, 6), (5.0, 5.0, 0)]
 )
 def test_a_logarithmic_axis_has_ticks_in_its_range(lowest, highest, within):
-    ticks = svg.Scale(lowest, highest, is_log=True).ticks()
+    ticks = svg.Scale(lowest, highest, is_log=True).list_ticks()
     assert within <= len(ticks) < 20
 
 
 def test_a_thinned_curve_keeps_its_peak():
     curve = tuple(Moment(at, 99 if at == 12_345 else at % 7, 100, ()) for at in range(50_000))
-    few = thinned(curve, 500)
+    few = thin_moments(curve, 500)
     assert len(few) == 500 and max(moment.allocated for moment in few) == 99
     assert [moment.time_us for moment in few] == sorted(moment.time_us for moment in few)
 
