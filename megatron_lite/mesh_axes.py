@@ -17,6 +17,8 @@ STAGE = "stage"  # one for each stage of the pipeline
 BLOCK = "block"  # places among the ranks that together have all experts once
 # Groups that are no axis of a mesh
 CONTEXT = "context"  # ranks that have some of the positions of each sequence
+CONTEXT_HEADS = "context, of heads"  # neighbors of CONTEXT that exchange heads for positions
+CONTEXT_POSITIONS = "context, of positions"  # ranks of CONTEXT that have the same heads then
 EXPERTS = "experts"  # ranks that together have all experts once
 EXPERT_REPLICAS = "replicas of experts"  # ranks that hold the same part of the experts
 MICRO_BATCH = "tokens of a micro-batch"  # ranks that together have all tokens of a micro-batch

@@ -38,6 +38,7 @@ LLAMA = (
 )
 GROUPED = "--group-query-attention --num-query-groups 2 "
 ZERO1, ZERO3 = "--use-distributed-optimizer ", "--use-torch-fsdp2 "
+HEADS = "--cp-comm-type a2a "
 TP, SP, CP = "--tensor-model-parallel-size ", "--sequence-parallel ", "--context-parallel-size "
 PP = "--pipeline-model-parallel-size "
 CHUNKS = "--num-virtual-stages-per-pipeline-rank "
@@ -117,6 +118,14 @@ GRID = {  # name: (flags, ranks), and which of them if not the first
     "857m script, tp2, cp2, zero1": (FEWER + TP + "2 " + SP + CP + "2 " + ZERO1, 4),
     "medium, fp32, cp2": (MEDIUM + CP + "2", 2),
     "bytes, llama, cp2": (MEDIUM + BYTES + LLAMA + "--bf16 " + CP + "2", 2),
+    "medium, fp32, cp2, heads": (MEDIUM + CP + "2 " + HEADS, 2),
+    "bytes, llama, cp2, heads": (MEDIUM + BYTES + LLAMA + "--bf16 " + CP + "2 " + HEADS, 2),
+    "bytes, llama, grouped, cp2, heads": (MEDIUM + BYTES + LLAMA + GROUPED + "--bf16 " + CP + "2 " + HEADS, 2),
+    "857m script, tp2, cp4, heads and positions": (
+        FEWER + TP + "2 " + SP + CP + "4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2 " + ZERO1,
+        8,
+    ),
+    "bytes, unfused, cp2, heads": (MEDIUM + BYTES + UNFUSED + "--bf16 " + CP + "2 " + HEADS, 2),
     "bytes, unfused, cp2": (MEDIUM + BYTES + UNFUSED + "--bf16 " + CP + "2", 2),
     "short, fp16, tp2": (SHORT + "--fp16 " + TP + "2", 2),
     "857m script, pp2": (FEWER + PP + "2 --global-batch-size 32", 2),

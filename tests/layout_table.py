@@ -49,7 +49,8 @@ TRAIN = (
     "--make-vocab-size-divisible-by 32 --num-layers 4"
 )
 ZERO1, ZERO3 = "--use-distributed-optimizer", "--use-torch-fsdp2"
-CP2 = "--context-parallel-size 2"
+CP2, CP4 = "--context-parallel-size 2", "--context-parallel-size 4"
+A2A, BOTH = "--cp-comm-type a2a", "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"
 PP2 = "--pipeline-model-parallel-size 2"
 CHUNKS = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
 ACCOUNTED = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
@@ -84,6 +85,7 @@ MODELS = {  # name: (flags, largest difference of a loss to one rank)
     "fp32": ("", 2e-6),
     "fp32, llama": (LLAMA, 2e-6),
     "fp32, one query group": (LLAMA + "--num-query-groups 1 --add-qkv-bias", 2e-6),
+    "fp32, eight heads": (f"{LLAMA} --num-attention-heads 8 --num-query-groups 4 --kv-channels 8", 2e-6),
     "fp32, sgd": ("--optimizer sgd", 2e-6),
     "fp32, decay that grows": (
         "--weight-decay-incr-style linear --start-weight-decay 0.01 --end-weight-decay 0.2", 2e-6
@@ -140,7 +142,14 @@ LAYOUTS = {  # name: (flags, ranks)
     "tp2, zero1": (f"{TP2} {ZERO1}", 4),
     "tp2, sp, zero3": (f"{TP2} {SP} {ZERO3}", 4),
     "cp2": (CP2, 2),
-    "cp4": ("--context-parallel-size 4", 4),
+    "cp4": (CP4, 4),
+    "cp2, heads": (f"{CP2} {A2A}", 2),
+    "cp4, heads": (f"{CP4} {A2A}", 4),
+    "cp4, heads and positions": (f"{CP4} {BOTH}", 4),
+    "cp2, layers differ": (f"{CP2} --cp-comm-type a2a p2p all_gather a2a", 2),
+    "tp2, sp, cp2, heads": (f"{TP2} {SP} {CP2} {A2A}", 4),
+    "cp2, heads, pp2": (f"{CP2} {A2A} {PP2}", 4),
+    "cp2, heads, zero3": (f"{CP2} {A2A} {ZERO3}", 4),
     "cp2, ddp": (CP2, 4),
     "cp2, zero3": (f"{CP2} {ZERO3}", 4),
     "tp2, sp, cp2": (f"{TP2} {SP} {CP2}", 4),
@@ -201,6 +210,8 @@ QUICK = [
     ("fp16, sums in fp32", "tp2"),
     ("fp32, masked ends", "cp2"),
     ("fp32, offsets, window, documents", "cp2"),
+    ("fp32, llama", "cp2, heads"),
+    ("fp32, offsets, window, documents", "cp2, heads"),
     ("bf16", "cp2"),
     ("fp32, llama", "pp2"),
     ("bf16", "pp2"),
@@ -229,6 +240,12 @@ SLOW = [
     ("fp32, recomputed", "tp2, sp"),
     ("fp32, llama", "cp2"),
     ("fp32, explicit attention", "cp2"),
+    ("fp32, latent, llama", "cp2, heads"),
+    ("fp32", "cp2, layers differ"),
+    ("fp32, documents", "cp4, heads"),
+    ("fp32, window", "cp4, heads and positions"),
+    ("fp32, eight heads", "tp2, sp, cp2, heads"),
+    ("bf16", "cp2, heads, pp2"),
     ("fp32, per token", "pp2"),
     ("fp32, recomputed", "pp2"),
     ("fp16, sums in fp32", "pp2, zero bubble"),
@@ -248,6 +265,12 @@ SLOW = [
     ("bf16, experts", "ep2, all-to-all"),
 ]
 
+GROUPED = (
+    "llama",
+    "one query group",
+    "offsets, llama",
+)  # models with fewer query groups than ranks that exchange heads
+
 STEPS = 10
 MANY = f"--train-iters {STEPS}"  # the last one of a name wins
 
@@ -260,6 +283,8 @@ def go_together(model: str, layout: str) -> bool:
     elif "further" in layout:
         return False
     if layout.startswith("ep") != ("experts" in model):
+        return False
+    if "heads" in layout and layout != "cp2, heads" and any(word in model for word in GROUPED):
         return False
     return "zero bubble" not in layout or "compiled" not in model
 

@@ -468,7 +468,8 @@ class ParallelArgs:
     context_parallel_size: int = flag(1, "Ranks that split the positions of each sequence.", AT_LEAST_1)
     cp_comm_type: tuple[str, ...] = flag(
         ("p2p",),
-        "How they exchange, for all layers or for each; here all gather keys and values, with the same losses.",
+        "How they exchange in attention, for all layers or for each: a2a exchanges heads for positions; p2p and "
+        "all_gather gather keys and values; a2a+p2p exchanges heads among neighbors, and gathers among the others.",
         choices=("p2p", "a2a", "allgather", "all_gather", "a2a+p2p"),
         value="TYPE ...",
     )

@@ -103,9 +103,10 @@ def remarks(line: CommandLine, world: World) -> list[str]:
     notes += _list_flags_without_effect(line)
     notes += _remark_on_profile(args)
     parallel = args.parallel
-    if "cp_comm_type" in line.spelled and parallel.context_parallel_size > 1:
+    passes_on = any("p2p" in kind for kind in parallel.cp_comm_type)
+    if passes_on and "cp_comm_type" in line.spelled and parallel.context_parallel_size > 1:
         given = f"--cp-comm-type {' '.join(parallel.cp_comm_type)}"
-        notes.append(f"{given}: context parallel ranks gather keys and values here, which gives the same losses.")
+        notes.append(f"{given}: p2p gathers keys and values here, rather than passing them on, with the same losses.")
     if args.checkpoint.ckpt_format == "fsdp_dtensor" and args.checkpoint.save is not None:
         whose = "which any layout here and Megatron-LM's torch_dist load, not Megatron-FSDP's own reader"
         notes.append(f"--ckpt-format fsdp_dtensor: checkpoints are written as torch_dist, {whose}.")

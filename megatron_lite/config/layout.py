@@ -38,6 +38,7 @@ class Layout:
 
     tensor: int = 1  # ranks that split each layer
     context: int = 1  # ranks that share out the positions of each sequence
+    inner_context: int = 1  # of them, those that exchange heads with --cp-comm-type a2a+p2p: neighbors
     data: int = 1  # ranks that share out each batch
     pipeline: int = 1  # ranks that have some of the layers each, and hand hidden states on
     tensor_rank: int = 0
@@ -161,6 +162,23 @@ class Layout:
         """List the first rank of each stage of the pipeline."""
         return [self.find_rank(0, 0, 0, number) for number in range(self.pipeline)]
 
+    def count_head_ranks(self, kind: str) -> int:
+        """Count the context parallel ranks that have other heads each, of the same positions, while attention computes.
+
+        Args:
+            kind: A value of --cp-comm-type.
+
+        Returns:
+            1 where each rank has all heads of its own positions.
+        """
+        if kind == "a2a":
+            return self.context
+        return self.inner_context if kind == "a2a+p2p" else 1
+
+    def join_context(self, ranks: int) -> "Layout":
+        """The layout in which so many neighboring context parallel ranks are one, which has the positions of all."""
+        return replace(self, context=self.context // ranks, context_rank=self.context_rank // ranks)
+
     def find_chunks(self, length: int) -> tuple[range, ...]:
         """Positions of a sequence of this length that this rank has.
 
@@ -198,6 +216,7 @@ def plan_layout(parallel: ParallelArgs, world: World, has_experts: bool = False)
     sizes = Layout(
         tensor=tensor,
         context=parallel.context_parallel_size,
+        inner_context=count_inner_ranks(parallel),
         data=count_data_ranks(parallel, world),
         pipeline=parallel.pipeline_model_parallel_size,
         data_is_outermost=parallel.use_tp_pp_dp_mapping,
@@ -206,6 +225,14 @@ def plan_layout(parallel: ParallelArgs, world: World, has_experts: bool = False)
         expert_tensor=(parallel.expert_tensor_parallel_size or tensor) if has_experts else 1,
     )
     return sizes.locate(world.rank)
+
+
+def count_inner_ranks(parallel: ParallelArgs) -> int:
+    """Number of context parallel ranks that exchange heads with --cp-comm-type a2a+p2p; 1 without it."""
+    sizes = parallel.hierarchical_context_parallel_sizes
+    if parallel.context_parallel_size == 1 or "a2a+p2p" not in parallel.cp_comm_type or not sizes:
+        return 1
+    return sizes[0]
 
 
 def count_data_ranks(parallel: ParallelArgs, world: World) -> int:

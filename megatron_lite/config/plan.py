@@ -225,6 +225,30 @@ class Plan:
         """How replicas of experts share out their state; None: every rank keeps all of its own."""
         return plan_expert_sharding(self.args.parallel, self.layout)
 
+    def count_head_ranks(self, layer: int) -> int:
+        """Count the ranks that share out heads, instead of positions, while attention of a layer computes.
+
+        Args:
+            layer: The layer's number, from 0.
+        """
+        kinds = self.args.parallel.cp_comm_type
+        return self.layout.count_head_ranks(kinds[0] if len(kinds) == 1 else kinds[layer])
+
+    @property
+    def min_head_ranks(self) -> int:
+        """The fewest such ranks of any layer of this stage: of the layer whose attention keeps most."""
+        return min(map(self.count_head_ranks, self.stage.layers), default=1)
+
+    @property
+    def attends_in_chunks(self) -> bool:
+        """Whether queries of some layers are those of two chunks of a sequence, which see earlier keys as well."""
+        return self.layout.context > self.min_head_ranks
+
+    @cached_property
+    def attention_shape(self) -> RankShape:
+        """The share of `shape` of which this rank computes attention: `rank_shape`, but for heads and positions."""
+        return self.rank_shape.exchange_heads(self.min_head_ranks)
+
     @property
     def masks_attention(self) -> bool:
         """Whether attention has a mask that is not just causal, in any layer."""

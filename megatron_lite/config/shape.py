@@ -256,6 +256,17 @@ class RankShape(ModelShape):
 
     query_group_ranks: int = 1  # that share a query group: each has a part of the rows of its queries, key and value
 
+    def exchange_heads(self, ranks: int) -> "RankShape":
+        """The shape as attention sees it where so many ranks exchange heads for positions."""
+        if ranks == 1:
+            return self
+        return replace(
+            self,
+            num_attention_heads=self.num_attention_heads // ranks,
+            num_query_groups=self.num_query_groups // ranks,
+            seq_length=self.seq_length * ranks,
+        )
+
     @property
     def qkv_rows(self) -> int:
         keys_and_values = 2 * self.num_query_groups * self.kv_channels

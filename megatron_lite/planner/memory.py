@@ -102,6 +102,9 @@ def _find_copies(batch: MicroBatch) -> _Copies:
     grouped = shape.num_query_groups < heads
     between = batch.size > 1 and heads > 1
     values_between = between and not _widens_values(batch)
+    if batch.head_ranks > 1:
+        # other heads of more positions take the place of this rank's
+        return _Copies(True, True, True, 0)
     if batch.context > 1:
         # keys and values of whole sequences take the place of this rank's
         return _Copies(False, True, True, 0)
@@ -182,7 +185,7 @@ def _keep_result(batch: MicroBatch) -> Held:
         return held
     if batch.masked and not batch.is_flash:
         # a mask as numbers
-        held[SCORES] += each * shape.seq_length
+        held[SCORES] += each * shape.seq_length * batch.head_ranks**2
     elif batch.masked and batch.on_cpu:
         # documents' results, or those of blocks of a window, are put together
         held[ATTENTION] += projected_bytes
@@ -190,8 +193,9 @@ def _keep_result(batch: MicroBatch) -> Held:
     # where attention is recomputed in fp32, the mask is made again
     mask_bytes = 0 if batch.attends_in_fp32 else each
     held[SCORES] += mask_bytes * batch.masked_chunk_scores // batch.tokens
-    if batch.is_flash and (_makes_own_queries(batch) or batch.context > 1):
-        # flash's result, whose heads lie outside, is turned for the projection, or two chunks' put together
+    exchanges = batch.context > 1 or batch.head_ranks > 1
+    if batch.is_flash and (_makes_own_queries(batch) or exchanges):
+        # flash's result, whose heads lie outside, is turned for the projection, two chunks' put together, or exchanged
         held[ATTENTION] += projected_bytes
     elif _widens_values(batch):
         held[ATTENTION] += projected_bytes
@@ -201,13 +205,13 @@ def _keep_result(batch: MicroBatch) -> Held:
 def _count_window_mask(batch: MicroBatch) -> int:
     """Bytes, for each token, of the masks of a window's blocks on a CPU, which sequences share."""
     window = batch.shape.window
-    length = batch.shape.seq_length
+    length = batch.shape.seq_length * batch.head_ranks
     if window is None or window >= length - 1:
         return 0
     block = min(max(window, MIN_WINDOW_BLOCK), length)
     keys = min(block + window, length)
     mask_bytes = 1 if batch.attends_in_fp32 else batch.element_bytes
-    return mask_bytes * keys // batch.size
+    return mask_bytes * keys * batch.head_ranks // batch.size
 
 
 def _keep_queries_and_keys(batch: MicroBatch, copies: _Copies) -> Held:
@@ -216,6 +220,8 @@ def _keep_queries_and_keys(batch: MicroBatch, copies: _Copies) -> Held:
     each = batch.element_bytes
     keys = _count_key_width(batch)
     held = Held({QKV: copies.num_bytes * copies.number})
+    if batch.head_ranks > 1:
+        held[QKV] += each * (shape.kernel_width + 2 * keys)
     if batch.context > 1:
         held[QKV] += 2 * each * keys * batch.context
     if _makes_own_queries(batch):
@@ -305,7 +311,7 @@ def _measure_scores(batch: MicroBatch) -> tuple[int, list[int]]:
         return 0, []
     shape = batch.shape
     is_math = batch.attention == MATH
-    length = shape.seq_length
+    length = shape.seq_length * batch.head_ranks
     keys = count_keys(length, batch.context)
     if batch.attention == CAUSAL:
         keys = count_scores(length) // length
@@ -319,7 +325,7 @@ def _measure_scores(batch: MicroBatch) -> tuple[int, list[int]]:
     elif wide > each:
         kept.append(each * positions)
     if batch.masked and not is_math:
-        kept.append(shape.seq_length)
+        kept.append(length * batch.head_ranks)
     elif not is_math:
         kept.append(batch.masked_chunk_scores // batch.tokens)
     return each * positions, kept
@@ -768,6 +774,7 @@ def plan_batch(plan: Plan) -> MicroBatch:
         recompute=a.model.recompute_granularity,
         threads=plan.world.threads,
         layout=plan.layout,
+        head_ranks=plan.min_head_ranks,
         expert_share=compute_expert_share(plan),
         load=plan_expert_load(plan),
     )

@@ -27,8 +27,9 @@ class MicroBatch:
     threads: int = 1  # of a CPU, for one rank
     split: bool = False  # ranks have a part of the vocabulary each
     shares: int = 1  # ranks that share out the tokens between attention and MLP
-    context: int = 1  # ranks that share out the positions of each sequence
-    # positions of a sequence that this rank has; () or one range: all of them
+    context: int = 1  # ranks that share out the positions of each sequence while attention computes
+    head_ranks: int = 1  # ranks that share out heads then, and positions elsewhere
+    # positions of a sequence of which this rank computes attention; () or one range: all of them
     chunks: tuple[range, ...] = ()
     masks_chunks: bool = False  # the kernel takes a mask for queries that see keys before their own chunk
     attends_in_fp32: bool = False  # a CPU's kernel converts 16-bit queries, keys and values
@@ -171,6 +172,7 @@ def plan_micro_batch(
     recompute: str | None,
     threads: int,
     layout: Layout | None = None,
+    head_ranks: int = 1,
     expert_share: float = 0.0,
     load: ExpertLoad | None = None,
 ) -> MicroBatch:
@@ -186,19 +188,21 @@ def plan_micro_batch(
         recompute: The value of --recompute-granularity.
         threads: Of a CPU, for one rank.
         layout: With this rank's coordinates; None: it is the only one.
+        head_ranks: Context parallel ranks that share out heads while attention computes.
         expert_share: Of the layers of the rank's stage.
         load: Of the rank's experts.
     """
     layout = layout or Layout()
     rank_shape = shape.split(layout.tensor, layout.context, layout.expert, layout.expert_tensor)
+    in_attention = layout.join_context(head_ranks)
     on_cpu = device == "cpu"
     # as train/choose_kernels.py asks: on CPUs, ranks that have parts of a sequence pass masks
     kernel, flash = predict_attention_kernel(
-        rank_shape,
+        rank_shape.exchange_heads(head_ranks),
         precision,
         device,
         backend,
-        masked or (on_cpu and layout.context > 1),
+        masked or (on_cpu and in_attention.context > 1),
     )
     writes_scores = kernel in (UNFUSED, CAUSAL)
     # torch's own attention with dropout converts by itself
@@ -217,8 +221,9 @@ def plan_micro_batch(
         threads=threads,
         split=layout.tensor > 1,
         shares=layout.tensor if layout.sequence_parallel else 1,
-        context=layout.context,
-        chunks=layout.find_chunks(shape.seq_length),
+        context=in_attention.context,
+        head_ranks=head_ranks,
+        chunks=in_attention.find_chunks(shape.seq_length),
         # a CPU's kernels and scores that are written down (parallel/context_parallel.py)
         masks_chunks=on_cpu or writes_scores,
         attends_in_fp32=attends_in_fp32,

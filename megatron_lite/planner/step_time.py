@@ -40,7 +40,16 @@ from megatron_lite.config.plan import Plan, list_stage_kinds
 from megatron_lite.config.shape import ModelShape, RankShape
 from megatron_lite.formats.hardware import Processor, get_peak_tflops
 from megatron_lite.formats.run_record import TimePrediction, TimeRow
-from megatron_lite.mesh_axes import CONTEXT, DATA, EXPERT, EXPERT_DATA, PIPELINE, TENSOR
+from megatron_lite.mesh_axes import (
+    CONTEXT,
+    CONTEXT_HEADS,
+    CONTEXT_POSITIONS,
+    DATA,
+    EXPERT,
+    EXPERT_DATA,
+    PIPELINE,
+    TENSOR,
+)
 from megatron_lite.planner.attention_kernel import FUSED, predict_attention_kernel
 from megatron_lite.planner.expert_load import (
     ExpertLoad,
@@ -75,6 +84,8 @@ EXPERT_REDUCTION = "reduction of experts' gradients"
 LAYER_GROUPS = {
     TENSOR: "tensor parallel exchange",
     CONTEXT: "context parallel exchange",
+    CONTEXT_HEADS: "context parallel exchange of heads",
+    CONTEXT_POSITIONS: "context parallel exchange of positions",
     EXPERT: "expert parallel exchange",
 }
 # Times forward's work. FlashAttention's backward pass has five products, of which one repeats forward's, where forward
@@ -378,7 +389,7 @@ class _Work:
         """Whether attention writes its scores down: it was told to, or no fused kernel fits."""
         args = self.plan.args
         kernel, _ = predict_attention_kernel(
-            self.shape,
+            self.plan.attention_shape,
             self.plan.precision,
             self.plan.device,
             args.model.attention_backend,
@@ -412,7 +423,9 @@ class _Work:
 
         The softmax reads them and writes probabilities.
         """
-        keys = count_keys(self.shape.seq_length, self.plan.layout.context)
+        # heads that ranks share out have as many more positions
+        plan = self.plan
+        keys = count_keys(plan.attention_shape.seq_length, plan.layout.context // plan.min_head_ranks)
         return 2 * self.element_bytes * self.shape.num_attention_heads * keys
 
     @property

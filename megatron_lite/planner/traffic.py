@@ -8,6 +8,7 @@ Letters: M tokens of a micro-batch, H hidden, N parameters of a rank.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -22,7 +23,16 @@ from megatron_lite.config.plan import Plan
 from megatron_lite.config.shape import LatentShape, ModelShape
 from megatron_lite.config.world import World
 from megatron_lite.formats.hardware import Processor
-from megatron_lite.mesh_axes import CONTEXT, DATA, EXPERT, EXPERT_DATA, PIPELINE, TENSOR
+from megatron_lite.mesh_axes import (
+    CONTEXT,
+    CONTEXT_HEADS,
+    CONTEXT_POSITIONS,
+    DATA,
+    EXPERT,
+    EXPERT_DATA,
+    PIPELINE,
+    TENSOR,
+)
 from megatron_lite.planner.expert_load import count_recomputed_experts, plan_expert_load
 from megatron_lite.planner.state_size import FP32, ParameterGroup, element_bytes, gradient_bytes, group_parameters
 from megatron_lite.units import count
@@ -39,7 +49,8 @@ ALL_TO_ALL = "all-to-all"
 class Exchange:
     """Equal collectives, or sends, of one rank in a step."""
 
-    group: str  # TENSOR | CONTEXT | DATA | PIPELINE | EXPERT | EXPERT_DATA of mesh_axes
+    # TENSOR | CONTEXT | CONTEXT_HEADS | CONTEXT_POSITIONS | DATA | PIPELINE | EXPERT | EXPERT_DATA of mesh_axes
+    group: str
     kind: str  # GATHER | SCATTER | REDUCE | SEND | ALL_TO_ALL
     what: str
     # of the whole tensor: what a gathering gives, a reduce-scatter takes; all rows that a rank has for all ranks
@@ -108,6 +119,8 @@ def find_members(group: str, layout: Layout, sharding: Sharding | None, world: W
     dimensions = {
         TENSOR: [(layout.tensor, 1)],
         CONTEXT: [(layout.context, layout.tensor)],
+        CONTEXT_HEADS: [(layout.inner_context, layout.tensor)],
+        CONTEXT_POSITIONS: [(layout.context // layout.inner_context, layout.tensor * layout.inner_context)],
         DATA: [(context, layout.tensor), (sharing // context, from_replica)],
         EXPERT: [(layout.expert_block, 1)],
         EXPERT_DATA: [(expert_replicas, from_block)],
@@ -248,7 +261,7 @@ def list_exchanges(plan: Plan) -> list[Exchange]:
     if layout.tensor > 1:
         found += _split_layers(plan)
     if layout.context > 1:
-        found += _gather_sequences(plan)
+        found += _exchange_sequences(plan)
     if layout.expert_block > 1:
         found += _exchange_tokens(plan)
     if layout.pipeline > 1:
@@ -515,19 +528,51 @@ def _gather_query_groups(plan: Plan, layers: int, again: int) -> Iterator[Exchan
     yield Exchange(TENSOR, SCATTER, "their gradients", num_bytes, layers)
 
 
-def _gather_sequences(plan: Plan) -> Iterator[Exchange]:
-    """Keys and values of whole sequences for attention, and their gradients back."""
-    shape = plan.rank_shape
-    layers = len(plan.stage.layers)
+def _exchange_sequences(plan: Plan) -> Iterator[Exchange]:
+    """List exchanges in attention among ranks that have other positions each, for each kind of layers."""
+    stage = plan.stage
     passes = plan.final_micro_batches
-    again = plan.recomputed_layers
+    layers = Counter(map(plan.count_head_ranks, stage.layers))
+    recomputed = [layer for chunk in stage.chunks for layer in chunk[: plan.count_recomputed(len(chunk))]]
+    again = Counter(map(plan.count_head_ranks, recomputed))
+    for head_ranks, number in sorted(layers.items()):
+        if head_ranks > 1:
+            yield from _exchange_heads(plan, head_ranks, passes * number, passes * again[head_ranks])
+        if head_ranks < plan.layout.context:
+            yield from _gather_sequences(plan, head_ranks, passes * number, passes * again[head_ranks])
+
+
+def _gather_sequences(plan: Plan, head_ranks: int, layers: int, again: int) -> Iterator[Exchange]:
+    """Keys and values of whole sequences for attention, and their gradients back.
+
+    Args:
+        plan: Of the rank.
+        head_ranks: Ranks that share out their heads.
+        layers: In a step, those of all micro-batches.
+        again: Those of them that are recomputed.
+    """
+    group = CONTEXT if head_ranks == 1 else CONTEXT_POSITIONS
+    shape = plan.rank_shape
     tokens = plan.args.training.micro_batch_size * plan.shape.seq_length
-    key_width = shape.num_query_groups * shape.kv_channels
+    key_width = shape.num_query_groups // head_ranks * shape.kv_channels
     # keys, and as many values
     num_bytes = 2 * tokens * key_width * element_bytes(plan.precision)
-    gathers = passes * (layers + again)
-    yield Exchange(CONTEXT, GATHER, "keys and values", num_bytes, gathers)
-    yield Exchange(CONTEXT, SCATTER, "their gradients", num_bytes, passes * layers)
+    yield Exchange(group, GATHER, "keys and values", num_bytes, layers + again)
+    yield Exchange(group, SCATTER, "their gradients", num_bytes, layers)
+
+
+def _exchange_heads(plan: Plan, head_ranks: int, layers: int, again: int) -> Iterator[Exchange]:
+    """Heads for positions before attention, and back behind it. The arguments are those of _gather_sequences."""
+    group = CONTEXT if head_ranks == plan.layout.context else CONTEXT_HEADS
+    shape = plan.rank_shape
+    each = _count_tokens(plan) * element_bytes(plan.precision)
+    keys_and_values = 2 * shape.num_query_groups * shape.kv_channels
+    num_bytes = each * (shape.kernel_width + keys_and_values)
+    result_bytes = each * shape.kernel_width
+    yield Exchange(group, ALL_TO_ALL, "queries, keys and values", num_bytes, layers + again)
+    yield Exchange(group, ALL_TO_ALL, "attention's results", result_bytes, layers + again)
+    yield Exchange(group, ALL_TO_ALL, "gradients of attention's results", result_bytes, layers)
+    yield Exchange(group, ALL_TO_ALL, "gradients of queries, keys and values", num_bytes, layers)
 
 
 def _exchange_tokens(plan: Plan) -> Iterator[Exchange]:

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from megatron_lite.config.plan import Plan
-from megatron_lite.mesh_axes import CONTEXT, DATA, EXPERT, PIPELINE, TENSOR
+from megatron_lite.mesh_axes import CONTEXT, CONTEXT_HEADS, CONTEXT_POSITIONS, DATA, EXPERT, PIPELINE, TENSOR
 from megatron_lite.planner.search import Candidate, Search
 from megatron_lite.planner.step_time import BUBBLE, LAYER_GROUPS
 from megatron_lite.report.section import Lines, Section, Table, limit_rows
@@ -28,6 +28,12 @@ COLUMNS = {
     "tensor": "r",
     "context": "r",
     "bubble": "r",
+}
+# rows of a step's time that are of one dimension
+LAYER_ROWS = {
+    TENSOR: (LAYER_GROUPS[TENSOR],),
+    CONTEXT: (LAYER_GROUPS[CONTEXT], LAYER_GROUPS[CONTEXT_HEADS], LAYER_GROUPS[CONTEXT_POSITIONS]),
+    EXPERT: (LAYER_GROUPS[EXPERT],),
 }
 EXPERT_COLUMNS = {"ep": "r", "etp": "r", "expert": "r"}  # before those, of a model with experts
 
@@ -106,7 +112,7 @@ def _list_expert_cells(one: Candidate) -> list[str]:
     return [
         _write_size(layout.expert),
         _write_size(layout.expert_tensor),
-        _write_share(one, LAYER_GROUPS[EXPERT]),
+        _write_share(one, LAYER_ROWS[EXPERT]),
     ]
 
 
@@ -126,9 +132,9 @@ def _list_cells(one: Candidate) -> list[str]:
         _name_recomputation(plan),
         size(one.peak_bytes),
         f"{milliseconds(one.step_ms)} ms",
-        _write_share(one, LAYER_GROUPS[TENSOR]),
-        _write_share(one, LAYER_GROUPS[CONTEXT]),
-        _write_share(one, BUBBLE),
+        _write_share(one, LAYER_ROWS[TENSOR]),
+        _write_share(one, LAYER_ROWS[CONTEXT]),
+        _write_share(one, (BUBBLE,)),
     ]
 
 
@@ -137,9 +143,9 @@ def _write_size(number: int) -> str:
     return str(number) if number > 1 else ""
 
 
-def _write_share(one: Candidate, rows: str) -> str:
+def _write_share(one: Candidate, rows: tuple[str, ...]) -> str:
     """Write the share of the step that these rows take; '' where they take nothing."""
-    ms = one.sum_rows(rows)
+    ms = one.sum_rows(*rows)
     return percent(share(ms, one.step_ms)) if ms else ""
 
 
@@ -169,7 +175,7 @@ def _give_reasons(one: Candidate) -> Iterator[str]:
         yield f"TP {layout.tensor}: {cost} for exchange within layers"
     if layout.context > 1:
         cost = _describe_exchange(one, CONTEXT)
-        yield f"CP {layout.context}: {cost} for keys and values"
+        yield f"CP {layout.context}: {cost} for attention's exchange"
     if layout.expert_block > 1:
         cost = _describe_exchange(one, EXPERT)
         split = f", {layout.expert_tensor} split each expert" if layout.expert_tensor > 1 else ""
@@ -186,7 +192,7 @@ def _give_reasons(one: Candidate) -> Iterator[str]:
 def _describe_exchange(one: Candidate, group: str) -> str:
     """Describe over which links a dimension of the layers exchanges, and the share of the step that this takes."""
     links = _describe_links(one, group)
-    ms = one.sum_rows(LAYER_GROUPS[group])
+    ms = one.sum_rows(*LAYER_ROWS[group])
     return f"{links}; {percent(share(ms, one.step_ms))}"
 
 

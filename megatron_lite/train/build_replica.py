@@ -16,7 +16,7 @@ from megatron_lite.model.experts import list_mixtures
 from megatron_lite.model.gpt import DTYPES, GPT, list_parameters
 from megatron_lite.model.kernels import Kernels
 from megatron_lite.parallel.backend import Backend
-from megatron_lite.parallel.context_parallel import attend_across, share_out_positions
+from megatron_lite.parallel.context_parallel import share_out_positions
 from megatron_lite.parallel.data_parallel import replicate
 from megatron_lite.parallel.expert_parallel import spread_experts
 from megatron_lite.parallel.groups import Groups
@@ -55,8 +55,6 @@ def build_model(plan: Plan, groups: Groups, backend: Backend) -> nn.Module:
         return _build_custom(spelled, plan, backend)
     kernels = choose_kernels(plan)
     attend = backend.choose_attention(plan, kernels, groups.tensor)
-    if groups.context is not None:
-        attend = attend_across(attend, plan.layout, groups.context)
     losses = backend.choose_losses(plan, kernels, groups.tensor)
     with torch.device("meta"):
         model = GPT(plan.rank_shape, attend, losses)
@@ -100,7 +98,7 @@ def _put_on_layers(model: GPT, plan: Plan, kernels: Kernels, groups: Groups) -> 
     if groups.experts is not None:
         spread_experts(model, plan, groups.experts)
     if groups.context is not None:
-        share_out_positions(model, plan.layout, plan.shape.seq_length)
+        share_out_positions(model, plan, groups.context)
 
 
 def log_model(plan: Plan) -> None:

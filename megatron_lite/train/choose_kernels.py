@@ -26,10 +26,10 @@ def choose_kernels(plan: Plan) -> Kernels:
     if plan.device != "cpu":
         return Kernels()
     return choose_cpu_kernels(
-        plan.rank_shape,
+        plan.attention_shape,
         plan.precision,
-        # context parallel ranks pass masks to explicit kernels
-        masked=plan.masks_attention or plan.layout.context > 1,
+        # queries of two chunks pass masks to explicit kernels
+        masked=plan.masks_attention or plan.attends_in_chunks,
         compiled=plan.compilation.layers,
         threads=plan.world.threads,
     )
@@ -49,7 +49,7 @@ def choose_plan_attention(
     m = plan.args.model
     attend = choose_attention(
         m.attention_backend,
-        plan.rank_shape,
+        plan.attention_shape,
         batch=plan.args.training.micro_batch_size,
         device=device,
         dtype=DTYPES[plan.precision],

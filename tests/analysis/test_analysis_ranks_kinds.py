@@ -18,9 +18,9 @@ from megatron_lite.analysis.ranks.process_groups import CALLER, guess_dimension,
 from megatron_lite.analysis.ranks.rank_results import Straggler
 from megatron_lite.analysis.run.read import read_run
 from megatron_lite.analysis.trace.columns import Collective, ProcessGroup, Shapes
-from megatron_lite.mesh_axes import PIPELINE, REPLICATE, SHARD, TENSOR, find_dimension
+from megatron_lite.mesh_axes import CONTEXT_HEADS, CONTEXT_POSITIONS, PIPELINE, REPLICATE, SHARD, TENSOR, find_dimension
 from megatron_lite.model.loss import _FusedLosses
-from megatron_lite.parallel.context_parallel import _GatherSequence
+from megatron_lite.parallel.context_parallel import _GatherSequence, _JoinHeads, _SplitHeads
 from megatron_lite.parallel.tensor_parallel import _ColumnLinear, _SumOverRanks
 
 
@@ -191,8 +191,10 @@ def test_groups_without_a_description_are_told_by_their_ranks():
 def test_names_of_this_trainers_functions_and_groups_are_known():
     """What it calls its autograd functions and process groups tells dimensions apart on gloo."""
     functions = {_ColumnLinear: "tensor", _SumOverRanks: "tensor", _FusedLosses: "tensor", _GatherSequence: "context"}
+    functions |= {_SplitHeads: "context", _JoinHeads: "context"}
     for function, dimension in functions.items():
         name = f"autograd::engine::evaluate_function: {function.__name__}Backward"
         assert CALLER.search(name) and guess_dimension("all_reduce", name, "forward") == dimension
+    assert find_dimension(CONTEXT_HEADS) == find_dimension(CONTEXT_POSITIONS) == "context"
     for name, dimension in ((REPLICATE, "data"), (SHARD, "data"), (TENSOR, "tensor"), (PIPELINE, "pipeline")):
         assert find_dimension(f"mesh_{name}") == dimension

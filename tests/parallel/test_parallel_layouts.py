@@ -299,7 +299,7 @@ def limits(world, argv: str):
     """For on_ranks: prints the time limits of all groups' operations, in seconds."""
     plan = plan_of(json.loads(argv), world)
     made = make_groups(plan, CPU)
-    groups = [made.mesh[name].get_group() for name in made.mesh.mesh_dim_names] + [made.context]
+    groups = [made.mesh[name].get_group() for name in made.mesh.mesh_dim_names] + [made.context.whole]
     print(json.dumps([group._get_backend(CPU).options._timeout.total_seconds() for group in groups]))
 
 

@@ -9,7 +9,7 @@ from support.exchanges import count_exchanges
 from support.wording import wording
 
 from megatron_lite.config.world import World
-from megatron_lite.mesh_axes import DATA, PIPELINE, TENSOR
+from megatron_lite.mesh_axes import CONTEXT, CONTEXT_HEADS, CONTEXT_POSITIONS, DATA, PIPELINE, TENSOR
 from megatron_lite.planner.find_processors import find_processor
 from megatron_lite.planner.traffic import (
     GATHER,
@@ -32,6 +32,8 @@ SP, CP2, ZERO1, ZERO3 = (
     "--use-distributed-optimizer",
     "--use-torch-fsdp2",
 )
+CP4, HEADS = "--context-parallel-size 4", "--cp-comm-type a2a"
+HEADS_AND_POSITIONS = "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"
 AGAIN = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 ONE_GROUP = "--group-query-attention --num-query-groups 2"
 SMALL = 1024  # bytes of the loss' three numbers per token, of counts and the norm
@@ -49,6 +51,8 @@ def node(ranks: int, of: int | None = None) -> World:
         (f"{PP2} --untie-embeddings-and-output-weights", 4), (f"{PP2} --num-virtual-stages-per-pipeline-rank 2 --num-layers 4", 2),
         (f"{PP2} --pipeline-schedule ZeroBubble", 2), (f"{TP2} {SP} {PP2} {ZERO1}", 8), (f"{TP4} {SP} {ONE_GROUP}", 4),
         (f"{TP2} {SP} {CP2} {ZERO3} --num-layers 4", 8), (f"--optimizer muon {ZERO1}", 2),
+        (f"{CP2} {HEADS}", 2), (f"{CP4} {HEADS} {ONE_GROUP} --num-query-groups 4 {AGAIN}", 4),
+        (f"{TP2} {SP} {CP4} {HEADS_AND_POSITIONS} {AGAIN}", 8), (f"{CP2} --cp-comm-type a2a p2p", 2),
     ],
 )  # fmt: skip
 def test_the_formula_is_what_the_real_step_exchanges(words, ranks):
@@ -79,6 +83,13 @@ def test_which_ranks_are_near():
         find_members(group, outermost.layout, outermost.sharding, outermost.world) for group in (TENSOR, DATA, PIPELINE)
     ]
     assert found == [Members(4, 4), Members(4, 1), Members(2, 2)] and found[1].nodes == 4
+
+
+def test_ranks_that_exchange_heads_are_neighbors():
+    given = plan(f"--num-layers 8 --num-attention-heads 8 {TP2} {CP4} {HEADS_AND_POSITIONS}", node(16, 4))
+    groups = (CONTEXT, CONTEXT_HEADS, CONTEXT_POSITIONS)
+    found = [find_members(group, given.layout, given.sharding, given.world) for group in groups]
+    assert found == [Members(4, 2), Members(2, 2), Members(2, 1)]
 
 
 def test_routes():

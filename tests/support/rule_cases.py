@@ -99,6 +99,7 @@ GROUPS_OF_3 = (
     "--microbatch-group-size-per-virtual-pipeline-stage 3"
 )
 EXPERTS = "--num-experts 8 --disable-bias-linear --global-batch-size 8 --ffn-hidden-size 64"
+TWO_GROUPS = "--num-attention-heads 4 --group-query-attention --num-query-groups 2 --global-batch-size 8"
 BY_WORLD = [  # changes, world, the flag with which the answer begins
     (
         f"{EXPERTS} --tensor-model-parallel-size 2",
@@ -304,6 +305,21 @@ BY_WORLD = [  # changes, world, the flag with which the answer begins
         "--context-parallel-size 2 --cp-comm-type p2p a2a p2p",
         FOUR_RANKS,
         "--cp-comm-type p2p a2a p2p: needs one type, or one for each of --num-layers 2",
+    ),
+    (
+        "--context-parallel-size 4 --cp-comm-type a2a --num-attention-heads 2 --seq-length 32",
+        FOUR_RANKS,
+        "--cp-comm-type a2a: 4 ranks cannot share out the 2 of each tensor parallel rank, of --num-attention-heads 2",
+    ),
+    (
+        f"--context-parallel-size 2 --cp-comm-type a2a p2p {TWO_GROUPS} --tensor-model-parallel-size 2",
+        FOUR_RANKS,
+        "--cp-comm-type a2a: 2 ranks cannot share out the 1 of each tensor parallel rank, of --num-query-groups 2",
+    ),
+    (
+        "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 1 2",
+        FOUR_RANKS,
+        "--hierarchical-context-parallel-sizes 2 1 2: --cp-comm-type a2a+p2p needs two sizes",
     ),
     (
         f"{PP2} --num-layers 8 --account-for-loss-in-pipeline-split",

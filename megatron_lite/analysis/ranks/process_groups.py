@@ -23,7 +23,7 @@ _CALLERS = (
         ),
     ),
     ("tensor", "LinearWithGradAccumulationAndAsyncCommunication"),
-    ("context", "_GatherSequence"),
+    ("context", "_GatherSequence|_SplitHeads|_JoinHeads|AttnFuncWithCP"),
     ("data", "FSDP::|DistributedDataParallel"),
 )
 CALLER = re.compile("|".join(f"(?:{pattern})" for _, pattern in _CALLERS))

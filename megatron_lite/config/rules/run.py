@@ -11,6 +11,7 @@ from megatron_lite.config.layout import (
     count_accounted,
     count_chunks,
     count_data_ranks,
+    count_inner_ranks,
     count_whole_stages,
     expand_layout,
 )
@@ -68,8 +69,34 @@ def _check_context_exchange(args: Args) -> Iterator[str]:
         yield f"{shown}: their product must be --context-parallel-size {p.context_parallel_size}; change one of them."
     if "a2a+p2p" in kinds and not sizes:
         yield "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes; give them, or another type."
+    if len(sizes) not in (0, 2) and "a2a+p2p" in kinds:
+        yield f"{shown}: --cp-comm-type a2a+p2p needs two sizes, of the inner and the outer exchange; give those."
     if p.context_parallel_size > 1 and len(kinds) not in (1, layers):
         yield f"--cp-comm-type {' '.join(kinds)}: needs one type, or one for each of --num-layers {layers}; change it."
+    if p.context_parallel_size > 1 and args.model.num_attention_heads:
+        yield from _check_exchanged_heads(args)
+
+
+def _check_exchanged_heads(args: Args) -> Iterator[str]:
+    """Mistakes among heads of a tensor parallel rank that context parallel ranks are to share out in attention.
+
+    Transformer Engine stops at the same ones (AttnFuncWithCPAndQKVOA2A in context_parallel.py).
+    """
+    p = args.parallel
+    m = args.model
+    tensor = max(p.tensor_model_parallel_size, 1)
+    heads = m.num_attention_heads
+    groups = m.num_query_groups if m.group_query_attention and not args.latent.multi_latent_attention else heads
+    ranks_of_kinds = {"a2a": p.context_parallel_size, "a2a+p2p": count_inner_ranks(p)}
+    for kind, ranks in ranks_of_kinds.items():
+        if kind not in p.cp_comm_type:
+            continue
+        for name, number in {"num-attention-heads": heads, "num-query-groups": groups}.items():
+            of_rank = max(number // tensor, 1)
+            if of_rank % ranks:
+                shared = f"{ranks} ranks cannot share out the {of_rank} of each tensor parallel rank"
+                yield f"--cp-comm-type {kind}: {shared}, of --{name} {number}; change one, or give all_gather."
+                break
 
 
 def _check_shares(args: Args, world: World) -> Iterator[str]:

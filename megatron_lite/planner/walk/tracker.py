@@ -13,7 +13,16 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_lite.instruments.memory_tags import StepMarks
 from megatron_lite.instruments.memory_tracker import StorageTracker
-from megatron_lite.mesh_axes import DATA, EXPERT, EXPERT_DATA, EXPERT_REPLICAS, EXPERTS, find_dimension
+from megatron_lite.mesh_axes import (
+    CONTEXT_HEADS,
+    CONTEXT_POSITIONS,
+    DATA,
+    EXPERT,
+    EXPERT_DATA,
+    EXPERT_REPLICAS,
+    EXPERTS,
+    find_dimension,
+)
 
 # of the operations below torch.distributed's functions; what a rank receives of point-to-point operations another sends
 KINDS = {
@@ -27,8 +36,13 @@ KINDS = {
     "all_to_all_single": "all-to-all",
     "send": "send",
 }
-# groups of parallel/expert_parallel.py, by their names
-OF_EXPERTS = {EXPERTS: EXPERT, EXPERT_REPLICAS: EXPERT_DATA}
+# groups that are told apart within a dimension, by their names
+OWN_DIMENSIONS = {
+    EXPERTS: EXPERT,
+    EXPERT_REPLICAS: EXPERT_DATA,
+    CONTEXT_HEADS: CONTEXT_HEADS,
+    CONTEXT_POSITIONS: CONTEXT_POSITIONS,
+}
 
 RESOLVE = "_resolve_process_group"  # a function that versions of torch type differently
 
@@ -92,7 +106,7 @@ class CollectiveCounter(TorchDispatchMode):
             num_bytes: Of the whole tensor.
         """
         description = group.group_desc if group else ""
-        dimension = OF_EXPERTS.get(description) or find_dimension(description)
+        dimension = OWN_DIMENSIONS.get(description) or find_dimension(description)
         self.calls[dimension or self._of_all_ranks, kind, num_bytes] += 1
 
 
