@@ -12,7 +12,7 @@ ZERO_BUBBLE = "ZeroBubble"  # --pipeline-schedule
 # kinds of actions
 FORWARD = "forward"
 BACKWARD = "backward"  # where backward is split, of inputs only
-WEIGHTS = "weights"
+WEIGHT_GRADIENTS = "weights"
 
 
 class Action(NamedTuple):
@@ -28,10 +28,10 @@ class Action(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """FORWARD, BACKWARD or WEIGHTS."""
+        """FORWARD, BACKWARD or WEIGHT_GRADIENTS."""
         if self.is_forward:
             return FORWARD
-        return WEIGHTS if self.of_weights else BACKWARD
+        return WEIGHT_GRADIENTS if self.of_weights else BACKWARD
 
 
 @dataclass(frozen=True)
@@ -329,7 +329,7 @@ class ActionTimes:
 
     def find(self, action: Action) -> float:
         """How long this action takes, ms."""
-        by_kind = {FORWARD: self.forward, BACKWARD: self.backward, WEIGHTS: self.weights}
+        by_kind = {FORWARD: self.forward, BACKWARD: self.backward, WEIGHT_GRADIENTS: self.weights}
         longer = self.of_chunks[action.chunk] if self.of_chunks else 1.0
         return by_kind[action.kind] * longer
 

@@ -19,7 +19,7 @@ from support.paths import DOCS
 from megatron_lite.analysis.findings.base import Finding
 from megatron_lite.analysis.findings.check_case import Check
 from megatron_lite.analysis.kernels.kernel_results import RankKernels
-from megatron_lite.analysis.memory.memory_results import LedgerRow, Snapshot, TraceMemory
+from megatron_lite.analysis.memory.memory_results import MeasuredCategory, Snapshot, TraceMemory
 from megatron_lite.analysis.ranks.rank_results import RankComparison
 from megatron_lite.analysis.report import REPORT_SCHEMA, Verdict
 from megatron_lite.analysis.run.every_step import EveryStep
@@ -59,7 +59,7 @@ class Contents:
     ranks: RankComparison | None  # beside each other
     snapshots: tuple[Snapshot, ...]  # of memory, by rank
     # formulas beside the snapshot with the highest peak; () without a plan of this trainer
-    ledger: tuple[LedgerRow, ...]
+    ledger: tuple[MeasuredCategory, ...]
     traced_memory: tuple[TraceMemory, ...]  # from memory events of traces, where there is no snapshot
     # what the run said of itself before it started, beside what was measured; the prediction itself stands in run.json
     predicted: Predicted | None

@@ -24,7 +24,7 @@ from megatron_lite.formats.file_names import RUN_FILE, STEPS_FILE
 from megatron_lite.phases import Phase
 from megatron_lite.units import counted, size
 
-MAX_APART = 2.0  # trace's step / the run's own time of its profiled steps, or the other way round
+MAX_STEP_RATIO = 2.0  # trace's step / the run's own time of its profiled steps, or the other way round
 MAX_SHARE_APART = 0.2  # of a step, by which a trace and the run's own clock may differ about waiting for data
 # backends of torch.distributed that only send what lies on a device
 DEVICE_BACKENDS = ("nccl", "rccl", "xccl", "hccl", "mccl", "cncl", "eccl")
@@ -260,7 +260,7 @@ def _check_against_run(one: RankFacts, run: Run) -> Iterator[str]:
     own_ms = run.profiled_step_ms or 0.0
     if traced_ms > 0 and own_ms > 0:
         ratio = max(traced_ms / own_ms, own_ms / traced_ms)
-        if ratio > MAX_APART:
+        if ratio > MAX_STEP_RATIO:
             own = f"{own_ms:,.1f} ms by the run's own clock ({STEPS_FILE})"
             yield f"a step takes {traced_ms:,.1f} ms in the trace and {own}"
     # one rank's wait for data is not another's

@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_lite.analysis.core_use import CoreShortage
 from megatron_lite.analysis.intervals import Numbers
-from megatron_lite.analysis.memory.memory_results import LedgerRow, Snapshot, TraceMemory
+from megatron_lite.analysis.memory.memory_results import MeasuredCategory, Snapshot, TraceMemory
 from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.ranks.exposed import Exposed, measure_exposed
 from megatron_lite.analysis.ranks.rank_results import Imbalance, RankComparison, Straggler
@@ -117,7 +117,9 @@ class Facts:
     snapshots: tuple[Snapshot, ...]  # by rank
     run: Run | None
     gaps: tuple[str, ...]  # what could not be seen and why, a sentence each
-    ledger: tuple[LedgerRow, ...] = ()  # of the snapshot with the highest peak; () without a plan of this trainer
+    ledger: tuple[
+        MeasuredCategory, ...
+    ] = ()  # of the snapshot with the highest peak; () without a plan of this trainer
     traced_memory: tuple[TraceMemory, ...] = ()  # by rank, from the traces; () where there are snapshots
     predicted: Predicted | None = None  # what the run said of itself before it started, beside what was measured
 

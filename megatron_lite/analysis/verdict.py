@@ -18,7 +18,7 @@ from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.analysis.memory.memory_results import Held, Snapshot
 from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.ranks.calls import POINT_TO_POINT
-from megatron_lite.analysis.ranks.rank_results import OTHER, CollectiveRow, describe_imbalance
+from megatron_lite.analysis.ranks.rank_results import OTHER_KIND, CollectiveRow, describe_imbalance
 from megatron_lite.analysis.report import Verdict
 from megatron_lite.analysis.run.cores import MIN_SHARE_OF_CORES, measure_slowdown
 from megatron_lite.analysis.run.learning import measure_learning
@@ -481,7 +481,7 @@ def _name_collective(facts: Facts, row: CollectiveRow) -> str:
         return "another stage" if has_stages else f"data of another rank ({kind})"
     if kind in ("dispatch", "combine"):
         return f"the exchange of tokens among experts ({kind})"
-    if kind != OTHER:
+    if kind != OTHER_KIND:
         return kind
     # the kernel's own name, where it does not say what it does
     return f"communication by {facts.exposed[0].kernel}" if facts.exposed else "communication"

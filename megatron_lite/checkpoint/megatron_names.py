@@ -48,7 +48,7 @@ IN_A_LAYER = [
 ]
 IN_A_FUSED_LAYER = [*IN_A_LAYER[1:3], IN_A_LAYER[0], *IN_A_LAYER[3:]]  # the first norm stands inside linear_qkv
 # in the names of experts' weights, ours and a torch_dist folder's
-EXPERTS = ".mlp.experts.linear_fc"
+EXPERTS_HERE = ".mlp.experts.linear_fc"
 EXPERTS_THERE = ".mlp.experts.experts.linear_fc"
 NORM_BEFORE_EXPERTS = ".pre_mlp_layernorm."
 NORM_IN_FC1 = ".mlp.linear_fc1.layer_norm_"
@@ -112,7 +112,7 @@ def count_layers(weights: Iterable[str]) -> int:
 
 def ours(name: str) -> str:
     """Our name for a file's; one that is not known stays as it is."""
-    name = name.replace(EXPERTS_THERE, EXPERTS)
+    name = name.replace(EXPERTS_THERE, EXPERTS_HERE)
     rest = name.removeprefix("language_model.")
     rules = FUSED_NORMS if rest == name else LEGACY
     for pattern, replacement in rules:
@@ -202,7 +202,7 @@ class FolderNames:
             key = latent_file_name(name)
         else:
             key = file_name(name, fused=True)
-        key = key.replace(EXPERTS, EXPERTS_THERE)
+        key = key.replace(EXPERTS_HERE, EXPERTS_THERE)
         match = LAYER.match(key)
         if match is None or not self.stacks:
             return key, None
@@ -260,7 +260,7 @@ def is_of_experts(key: str) -> bool:
 
     Folders of this trainer with latent attention have had them under our name, too.
     """
-    return EXPERTS_THERE in key or EXPERTS in key
+    return EXPERTS_THERE in key or EXPERTS_HERE in key
 
 
 def unstacked_name(key: str, layer: int) -> str:

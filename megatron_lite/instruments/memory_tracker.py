@@ -31,7 +31,6 @@ from megatron_lite.instruments.snapshot_format import (
 )
 from megatron_lite.phases import RECOMPUTE, Phase
 
-FORWARD = Phase.FORWARD.value
 BACKWARD = Phase.BACKWARD.value
 FRESH = ("aten::lift_fresh", "aten::resize_")  # their result is an argument, and its memory may be new all the same
 STAND_INS = "megatron_lite/script_walk/"  # files whose functions stand in the place of torch's: no stack shows them
@@ -47,13 +46,13 @@ RECORDERS = (
     "/torch/_dynamo/eval_frame.py",
 )
 COMMUNICATION = "/torch/distributed/distributed_c10d.py"
-MAX_DEPTH = 100
+MAX_STACK_FRAMES = 100
 RESIZE = "resize_"  # the method of torch.UntypedStorage that is replaced while recording
 # the one that it inherits, which torch's stubs leave out
 TORCH_RESIZE: Callable[[torch.UntypedStorage, int], object] = getattr(torch._C.StorageBase, RESIZE)
 
 
-class Stacks:
+class StackRecorder:
     """Captures calling stacks as lists of frames, innermost first; equal stacks are one list object."""
 
     def __init__(self) -> None:
@@ -88,7 +87,7 @@ class Stacks:
         frames: list[Frame] = []
         began = False
         frame: FrameType | None = innermost
-        for _ in range(MAX_DEPTH):
+        for _ in range(MAX_STACK_FRAMES):
             if frame is None:
                 break
             code = frame.f_code
@@ -119,7 +118,7 @@ class StorageTracker(TorchDispatchMode):
         self.out_of_memory: Callable[[int], object] | None = None
         self._place = place
         self._most = most
-        self._stacks = Stacks()
+        self._stacks = StackRecorder()
         self._layout = SegmentMap()
         self._events: list[Event] = []
         self._live: dict[int, _Watch] = {}
@@ -225,7 +224,7 @@ class StorageTracker(TorchDispatchMode):
 
     def _look_at(self, func: "OpOverload[..., object]", results: object) -> None:
         """Record the memory of an operation's results."""
-        if self._place.phase_name == FORWARD:
+        if self._place.phase_name == Phase.FORWARD:
             # a node is numbered right before its operation is dispatched: the first one seen after it is its own
             self._module_of.setdefault(torch._C._autograd._get_sequence_nr() - 1, self._place.module)
         several = results if type(results) is tuple or type(results) is list else (results,)

@@ -38,7 +38,9 @@ NAMES = {
 FORCED = {"flash": SDPBackend.FLASH_ATTENTION, "fused": SDPBackend.CUDNN_ATTENTION}
 CUDA_ONLY = (SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
 Trial = Callable[[], None]  # one forward and backward
-MARGIN = 1.05  # by how much another kernel must win: below, a resumed run might choose another, whose last bits differ
+MIN_SPEEDUP = (
+    1.05  # by how much another kernel must win: below, a resumed run might choose another, whose last bits differ
+)
 WARM_UPS = 3
 REPEATS = 7
 
@@ -281,7 +283,7 @@ def race(trials: Mapping[str, Trial], preferred: str | None, time_ms: Callable[[
 
     Args:
         trials: Trials by the names of their kernels.
-        preferred: The name of torch's own choice, which wins unless another is MARGIN faster; None: it has none.
+        preferred: The name of torch's own choice, which wins unless another is MIN_SPEEDUP faster; None: it has none.
         time_ms: Measures a trial.
     """
     if len(trials) < 2:
@@ -295,7 +297,7 @@ def race(trials: Mapping[str, Trial], preferred: str | None, time_ms: Callable[[
     if not times:
         return Race(preferred, times)
     winner = min(times, key=lambda name: times[name])
-    if preferred is not None and preferred in times and times[preferred] <= MARGIN * times[winner]:
+    if preferred is not None and preferred in times and times[preferred] <= MIN_SPEEDUP * times[winner]:
         winner = preferred
     return Race(winner, times)
 

@@ -39,7 +39,7 @@ from megatron_lite.planner.micro_batch import MicroBatch, plan_micro_batch
 from megatron_lite.planner.prediction import ListedMoment, sum_moment
 from megatron_lite.planner.state_size import (
     FP32,
-    ParameterGroup,
+    ShardedParameters,
     element_bytes,
     gradient_bytes,
     group_parameters,
@@ -828,7 +828,7 @@ class _ChunkOfLayers:
         return sum(group.number for group in self.groups)
 
     @cached_property
-    def groups(self) -> tuple[ParameterGroup, ...]:
+    def groups(self) -> tuple[ShardedParameters, ...]:
         """Parameters of all of the stage, by the ranks that share out their state."""
         return group_parameters(self.plan)
 

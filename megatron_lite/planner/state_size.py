@@ -89,7 +89,7 @@ def count_moments(plan: Plan) -> int:
 
 
 @dataclass(frozen=True)
-class ParameterGroup:
+class ShardedParameters:
     """Parameters of a stage whose state as many ranks share out."""
 
     number: int  # of this rank's stage, all of which are here when they compute
@@ -98,7 +98,7 @@ class ParameterGroup:
     in_fp8: int = 0  # of those, which fp8 multiplies
 
 
-def group_parameters(plan: Plan) -> tuple[ParameterGroup, ...]:
+def group_parameters(plan: Plan) -> tuple[ShardedParameters, ...]:
     """Parameters that all replicas hold, and those of experts, of which fewer ranks hold the same."""
     ranks = plan.sharding.ranks if plan.sharding else 1
     if plan.shape.experts is None:
@@ -112,7 +112,7 @@ def group_parameters(plan: Plan) -> tuple[ParameterGroup, ...]:
 @lru_cache(maxsize=CACHED_STAGES)
 def _group_parameters(
     shape: RankShape, stage: Stage, fp8_layers: tuple[int, ...], ranks: int, expert_ranks: int = 1
-) -> tuple[ParameterGroup, ...]:
+) -> tuple[ShardedParameters, ...]:
     """The groups of group_parameters.
 
     Args:
@@ -130,12 +130,12 @@ def _group_parameters(
         in_fp8 += of_all
         of_experts_in_fp8 += of_expert
     if shape.experts is None:
-        return (ParameterGroup(number, count_layer_parameters(shape), ranks, in_fp8),)
+        return (ShardedParameters(number, count_layer_parameters(shape), ranks, in_fp8),)
     layers = max(len(stage.layers), 1)
     parts = count_parameter_parts(shape, stage)
     of_experts = parts["experts"]
     of_layers = sum(parts[name] for name in ("attention", "MLP", "router", "shared expert", "norms"))
-    others = ParameterGroup(
+    others = ShardedParameters(
         number=number - of_experts,
         of_layer=of_layers // layers,
         ranks=ranks,
@@ -143,7 +143,7 @@ def _group_parameters(
     )
     if not of_experts:
         return (others,)
-    experts = ParameterGroup(
+    experts = ShardedParameters(
         number=of_experts,
         of_layer=of_experts // layers,
         ranks=expert_ranks,
@@ -152,7 +152,7 @@ def _group_parameters(
     return others, experts
 
 
-def list_groups(category: str, name: str, each: int, groups: Sequence[ParameterGroup]) -> Iterator[LedgerRow]:
+def list_groups(category: str, name: str, each: int, groups: Sequence[ShardedParameters]) -> Iterator[LedgerRow]:
     """Rows of so many bytes per parameter, of which each rank has a share.
 
     Args:
@@ -180,7 +180,7 @@ def list_fp8_weights(plan: Plan, processor: Processor | None) -> Iterator[Ledger
     yield measure_fp8_copies(plan, processor, "parameters", name, number)
 
 
-def _leave_out_fp8(plan: Plan, groups: Sequence[ParameterGroup]) -> Sequence[ParameterGroup]:
+def _leave_out_fp8(plan: Plan, groups: Sequence[ShardedParameters]) -> Sequence[ShardedParameters]:
     """The parameters that are kept in 16 bits: without those that are kept in fp8 in their place."""
     if not plan.keeps_fp8_weights:
         return groups
@@ -271,7 +271,7 @@ def list_states(plan: Plan, processor: Processor | None) -> Iterator[LedgerRow]:
             )
 
 
-def _list_moments_of_muon(plan: Plan, groups: Sequence[ParameterGroup]) -> Iterator[LedgerRow]:
+def _list_moments_of_muon(plan: Plan, groups: Sequence[ShardedParameters]) -> Iterator[LedgerRow]:
     """Rows of Muon's moments: one momentum of matrices, Adam's two of all else. groups: of group_parameters."""
     matrices = count_matrix_parameters(plan.rank_shape, plan.stage)
     of_experts = matrices["experts"]
@@ -316,7 +316,9 @@ def _measure_step_counters(plan: Plan) -> LedgerRow:
 # --- where ranks shard the model (torch's fully_shard): each layer is gathered by itself, and the rest together
 
 
-def list_gathered(plan: Plan, groups: Sequence[ParameterGroup], layer: int, accumulates: bool) -> Iterator[LedgerRow]:
+def list_gathered(
+    plan: Plan, groups: Sequence[ShardedParameters], layer: int, accumulates: bool
+) -> Iterator[LedgerRow]:
     """Rows of what is gathered while backward computes one layer.
 
     Args:
@@ -359,7 +361,7 @@ def list_gathered(plan: Plan, groups: Sequence[ParameterGroup], layer: int, accu
             yield per_parameter("gathered parameters", "gathered weights of a layer", each, group.of_layer)
 
 
-def list_reduced(groups: Sequence[ParameterGroup], ends: int, gradient_bytes: int) -> Iterator[LedgerRow]:
+def list_reduced(groups: Sequence[ShardedParameters], ends: int, gradient_bytes: int) -> Iterator[LedgerRow]:
     """Rows of what is held when the last gradients, those outside of layers, are reduced.
 
     Args:

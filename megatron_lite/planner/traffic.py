@@ -34,7 +34,7 @@ from megatron_lite.mesh_axes import (
     TENSOR,
 )
 from megatron_lite.planner.expert_load import count_recomputed_experts, plan_expert_load
-from megatron_lite.planner.state_size import FP32, ParameterGroup, element_bytes, gradient_bytes, group_parameters
+from megatron_lite.planner.state_size import FP32, ShardedParameters, element_bytes, gradient_bytes, group_parameters
 from megatron_lite.units import count
 
 # kinds of collectives, as in the report
@@ -624,7 +624,7 @@ def _share_expert_gradients(plan: Plan) -> Iterator[Exchange]:
         yield Exchange(EXPERT_DATA, REDUCE, "shares of experts' gradients, over instances", share_bytes, passes)
 
 
-def _measure_weights(plan: Plan, group: ParameterGroup) -> int:
+def _measure_weights(plan: Plan, group: ShardedParameters) -> int:
     """Bytes of a group's weights as ranks gather them: some of them in fp8, where they are kept so."""
     in_fp8 = group.in_fp8 if plan.keeps_fp8_weights else 0
     return element_bytes(plan.precision) * (group.number - in_fp8) + in_fp8

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_lite.analysis.kernels.kernel_results import RooflineRow
-from megatron_lite.analysis.memory.memory_results import Moment, Snapshot
+from megatron_lite.analysis.memory.memory_results import CurvePoint, Snapshot
 from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.time.time_results import RankTime, Span
@@ -59,7 +59,7 @@ def _mark_peak(snapshot: Snapshot, bytes_of_unit: int) -> Mark:
     return Mark(snapshot.peak_time_us / 1e6, snapshot.peak_bytes / bytes_of_unit, text)
 
 
-def thin_moments(moments: Sequence[Moment], limit: int) -> list[Moment]:
+def thin_moments(moments: Sequence[CurvePoint], limit: int) -> list[CurvePoint]:
     """Reduce moments to at most `limit`: of each stretch the one with the most allocated, so that no peak is lost."""
     if len(moments) <= limit:
         return list(moments)

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from megatron_lite.analysis.memory.memory_results import LedgerRow
+from megatron_lite.analysis.memory.memory_results import MeasuredCategory
 from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.report import REPORT_SCHEMA, Report
 from megatron_lite.analysis.run.run_results import RankLines, RankMedians, Run, Steps
@@ -24,7 +24,7 @@ OF_RANKS = ("ranks_seen", "snapshots", "traced_memory")
 LISTS = (list, tuple, set, frozenset)
 LEAVES = (str, int, bool, type(None))
 # a property that is written, too
-COMPUTED = {Compared: "difference", LedgerRow: "difference_bytes", RankTime: "idle_ms"}
+COMPUTED = {Compared: "difference", MeasuredCategory: "difference_bytes", RankTime: "idle_ms"}
 OF_TRACE = (
     "source",
     "writer",

@@ -8,22 +8,7 @@ from support.wording import wording
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.ranks.calls import What, find_algorithm, find_collective_kind
-from megatron_lite.analysis.ranks.exposed import (
-    ALL_TO_ALL,
-    CONTEXT,
-    EXPERTS,
-    FORWARD,
-    GRADIENTS,
-    OBJECTS,
-    OPTIMIZER,
-    REST,
-    STAGES,
-    TENSOR,
-    VALUES,
-    WEIGHTS,
-    find_purpose,
-    is_of_weights,
-)
+from megatron_lite.analysis.ranks.exposed import Purpose, find_purpose, is_of_weights
 from megatron_lite.analysis.trace.columns import ProcessGroup
 
 COMMUNICATION = ("exposed-", "optimizer-communication", "all-reduce-tail", "no-overlap", "parameter-gather")
@@ -36,24 +21,24 @@ def what(kind: str, dtype="Float", group="") -> What:
 @pytest.mark.parametrize(
     ("purpose", "call", "phase", "sharded"),
     [
-        (EXPERTS, what("dispatch"), "forward", None),
-        (EXPERTS, what("all_gather", group="EXPERT_MODEL_PARALLEL_GROUP"), "forward", None),
-        (ALL_TO_ALL, what("all_to_all"), "backward", None),
-        (TENSOR, what("all_reduce", group="TENSOR_MODEL_PARALLEL_GROUP"), "backward", None),
-        (CONTEXT, what("send_recv", group="mesh_cp"), "forward", None),
-        (STAGES, what("send_recv"), "forward", None),
-        (FORWARD, what("all_reduce"), "forward", None),
-        (GRADIENTS, what("all_reduce"), "backward", None),
-        (GRADIENTS, what("reduce_scatter", group="DATA_PARALLEL_GROUP"), "", True),
-        (WEIGHTS, what("all_gather", "BFloat16"), "forward", None),
-        (WEIGHTS, what("all_gather", "Byte"), "forward", True),
-        (OBJECTS, what("all_gather", "Byte"), "forward", None),
-        (OBJECTS, what("all_gather", "unsigned char"), "", False),
-        (OBJECTS, what("all_gather", "Long"), "forward", False),
-        (VALUES, what("all_gather", "Float"), "forward", False),
-        (OPTIMIZER, what("all_reduce"), "optimizer_step", None),
-        (REST, what("broadcast"), "forward", None),
-        (REST, what("other"), "", None),
+        (Purpose.EXPERTS, what("dispatch"), "forward", None),
+        (Purpose.EXPERTS, what("all_gather", group="EXPERT_MODEL_PARALLEL_GROUP"), "forward", None),
+        (Purpose.ALL_TO_ALL, what("all_to_all"), "backward", None),
+        (Purpose.TENSOR, what("all_reduce", group="TENSOR_MODEL_PARALLEL_GROUP"), "backward", None),
+        (Purpose.CONTEXT, what("send_recv", group="mesh_cp"), "forward", None),
+        (Purpose.STAGES, what("send_recv"), "forward", None),
+        (Purpose.FORWARD, what("all_reduce"), "forward", None),
+        (Purpose.GRADIENTS, what("all_reduce"), "backward", None),
+        (Purpose.GRADIENTS, what("reduce_scatter", group="DATA_PARALLEL_GROUP"), "", True),
+        (Purpose.WEIGHTS, what("all_gather", "BFloat16"), "forward", None),
+        (Purpose.WEIGHTS, what("all_gather", "Byte"), "forward", True),
+        (Purpose.OBJECTS, what("all_gather", "Byte"), "forward", None),
+        (Purpose.OBJECTS, what("all_gather", "unsigned char"), "", False),
+        (Purpose.OBJECTS, what("all_gather", "Long"), "forward", False),
+        (Purpose.VALUES, what("all_gather", "Float"), "forward", False),
+        (Purpose.OPTIMIZER, what("all_reduce"), "optimizer_step", None),
+        (Purpose.REST, what("broadcast"), "forward", None),
+        (Purpose.REST, what("other"), "", None),
     ],
 )
 def test_what_a_collective_is_for(purpose, call, phase, sharded):

@@ -8,43 +8,6 @@ from pathlib import Path
 from support.package_files import PACKAGE, parse_files
 
 CONSTANT = re.compile(r"[A-Z][A-Z0-9_]+")
-# Names that stand in several files still. The list only shrinks: merge or rename a name's definitions, then drop it.
-STILL_SEVERAL_CLASSES = {
-    "Args",
-    "LedgerRow",
-    "Moment",
-    "ParameterGroup",
-    "Stacks",
-}
-STILL_SEVERAL = {
-    "ALL_TO_ALL",
-    "CONTEXT",
-    "EXPANDABLE_SEGMENTS",
-    "EXPERTS",
-    "EXPLAINED",
-    "FORWARD",
-    "HOST_KINDS",
-    "MARGIN",
-    "MAX_APART",
-    "MAX_BYTES",
-    "MAX_DEPTH",
-    "MAX_LETTERS",
-    "MAX_NAMED",
-    "MAX_SHOWN",
-    "MAX_UNEXPLAINED",
-    "MIN_BYTES",
-    "MIN_LAYERS",
-    "MIN_SHARE",
-    "MIN_TRACED_STEPS",
-    "NEVER_NS",
-    "OTHER",
-    "SHARE_OF_STEP",
-    "SIXTEEN_BITS",
-    "SMALL_BYTES",
-    "TENSOR",
-    "UNKNOWN",
-    "WEIGHTS",
-}
 
 
 def is_number(value: ast.expr) -> bool:
@@ -82,9 +45,7 @@ def find_ambiguous(constants: dict[str, dict[Path, ast.expr]]) -> dict[str, list
 
 
 def test_a_constant_is_defined_once():
-    ambiguous = find_ambiguous(list_constants())
-    assert {name: files for name, files in ambiguous.items() if name not in STILL_SEVERAL} == {}
-    assert set(ambiguous) >= STILL_SEVERAL, "drop what stands in one file now"
+    assert find_ambiguous(list_constants()) == {}
 
 
 def test_both_kinds_of_ambiguity_would_be_seen():
@@ -110,6 +71,4 @@ def list_classes() -> dict[str, list[str]]:
 
 
 def test_a_class_name_has_one_meaning():
-    several = {name: files for name, files in list_classes().items() if len(files) > 1}
-    assert {name: files for name, files in several.items() if name not in STILL_SEVERAL_CLASSES} == {}
-    assert set(several) >= STILL_SEVERAL_CLASSES, "drop what stands in one file now"
+    assert {name: files for name, files in list_classes().items() if len(files) > 1} == {}

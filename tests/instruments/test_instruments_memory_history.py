@@ -34,7 +34,7 @@ from megatron_lite.instruments.memory_summary import (
     site,
     sum_by_category,
 )
-from megatron_lite.instruments.memory_tracker import Stacks
+from megatron_lite.instruments.memory_tracker import StackRecorder
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -266,7 +266,7 @@ def test_a_full_disk_costs_the_file_only(tmp_path, plain):
 
 @pytest.mark.parametrize("frees", [False, True], ids=["at an allocation", "at the end of one"])
 def test_a_tracker_that_fails_says_so_and_training_goes_on(tmp_path, plain, monkeypatch, frees):
-    capture, calls = Stacks.capture, []
+    capture, calls = StackRecorder.capture, []
 
     def failing(self, operation=""):
         calls.append(operation)
@@ -274,7 +274,7 @@ def test_a_tracker_that_fails_says_so_and_training_goes_on(tmp_path, plain, monk
             raise ValueError("no stack")
         return capture(self, operation)
 
-    monkeypatch.setattr(Stacks, "capture", failing)
+    monkeypatch.setattr(StackRecorder, "capture", failing)
     _, line = recorded(tmp_path)
     assert line.count(wording("instruments/recording-stopped-early-no")) == 1
     assert losses(tmp_path / "run") == losses(plain[0] / "run")

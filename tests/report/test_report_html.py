@@ -18,7 +18,7 @@ from support.wording import wording
 
 from megatron_lite.analysis.findings.checks import QUESTIONS
 from megatron_lite.analysis.findings.rules import RULES
-from megatron_lite.analysis.memory.memory_results import Moment
+from megatron_lite.analysis.memory.memory_results import CurvePoint
 from megatron_lite.analysis.time.time_results import Span
 from megatron_lite.cli.main import main
 from megatron_lite.report import draw, svg
@@ -129,7 +129,7 @@ def test_a_logarithmic_axis_has_ticks_in_its_range(lowest, highest, within):
 
 
 def test_a_thinned_curve_keeps_its_peak():
-    curve = tuple(Moment(at, 99 if at == 12_345 else at % 7, 100, ()) for at in range(50_000))
+    curve = tuple(CurvePoint(at, 99 if at == 12_345 else at % 7, 100, ()) for at in range(50_000))
     few = thin_moments(curve, 500)
     assert len(few) == 500 and max(moment.allocated for moment in few) == 99
     assert [moment.time_us for moment in few] == sorted(moment.time_us for moment in few)
@@ -151,7 +151,8 @@ def test_the_largest_charts_keep_a_page_small():
     snapshot = cases.report().facts.highest_snapshot
     held = tuple(range(1, 2 + len(snapshot.curve[0].by_category)))[1:]
     curve = tuple(
-        Moment(at, at % 977 * 2**20, 2**32, tuple(at % (31 + part) * 2**20 for part in held)) for at in range(50_000)
+        CurvePoint(at, at % 977 * 2**20, 2**32, tuple(at % (31 + part) * 2**20 for part in held))
+        for at in range(50_000)
     )
     snapshots = (dataclasses.replace(snapshot, curve=curve),)
     charts = build_charts(cases.report(run=run, ranks_seen=ranks, snapshots=snapshots))

@@ -19,11 +19,11 @@ from megatron_lite.analysis.kernels.kernel_results import (
 )
 from megatron_lite.analysis.memory.memory_results import (
     OUTSIDE,
+    CurvePoint,
     Fragmentation,
     Held,
     Layer,
-    LedgerRow,
-    Moment,
+    MeasuredCategory,
     SiteBytes,
     Snapshot,
     SnapshotGrowth,
@@ -147,7 +147,7 @@ def snapshot(name="gpt.py:81 forward") -> Snapshot:
     held = tuple(Held(category, number * 2**30, 10) for category, number in largest if number)
     halves = [tuple(number * unit for number in sizes.values()) for unit in (2**29, 2**30)]
     curve = tuple(
-        Moment(at * 1000, (20 + at % 12) * 2**30, 34 * 2**30, halves[at % 12 > 0 or at == 0]) for at in range(200)
+        CurvePoint(at * 1000, (20 + at % 12) * 2**30, 34 * 2**30, halves[at % 12 > 0 or at == 0]) for at in range(200)
     )
     ends = [(f"step {at}", at * 50_000, (at + 1) * 50_000) for at in range(4)]
     growth = SnapshotGrowth(12 * 2**20, 4, (SiteBytes("train.py:9 log", "other", "log", "", 12 * 2**20, 1),))
@@ -160,12 +160,12 @@ def snapshot(name="gpt.py:81 forward") -> Snapshot:
     return Snapshot(**told, fragmentation=Fragmentation(36 * 2**30, 32 * 2**30, 2**29, False, 33 * 2**30))
 
 
-def ledger() -> tuple[LedgerRow, ...]:
+def ledger() -> tuple[MeasuredCategory, ...]:
     """One that agrees, one that does not, one of nothing."""
     return (
-        LedgerRow("parameters", "2 bytes x 1,073,741,824 parameters", 2 * 2**30, 2 * 2**30),
-        LedgerRow("activations", "24 layers", 8 * 2**30, 12 * 2**30),
-        LedgerRow("master weights", "0 bytes x 1,073,741,824 parameters", 0, 0),
+        MeasuredCategory("parameters", "2 bytes x 1,073,741,824 parameters", 2 * 2**30, 2 * 2**30),
+        MeasuredCategory("activations", "24 layers", 8 * 2**30, 12 * 2**30),
+        MeasuredCategory("master weights", "0 bytes x 1,073,741,824 parameters", 0, 0),
     )
 
 

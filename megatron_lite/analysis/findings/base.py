@@ -14,6 +14,7 @@ from megatron_lite.phases import Phase
 from megatron_lite.units import counted
 
 Needs = Literal["", "run", "snapshot", "trace", "gpu"]
+MAX_SHOWN = 3  # pieces of evidence of one kind, and flags to try
 
 
 class Recording:

@@ -23,7 +23,7 @@ from megatron_lite.analysis.findings.base import (
 from megatron_lite.analysis.intervals import Flags, Integers, Numbers
 from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.ranks.calls import collective_bytes
-from megatron_lite.analysis.ranks.exposed import GRADIENTS, REST, find_rows_for, is_of_weights, shows_sharding
+from megatron_lite.analysis.ranks.exposed import Purpose, find_rows_for, is_of_weights, shows_sharding
 from megatron_lite.analysis.ranks.from_run import find_straggler_by_medians
 from megatron_lite.analysis.ranks.process_groups import is_fully_sharded
 from megatron_lite.analysis.ranks.rank_results import RankComparison, Straggler
@@ -47,7 +47,9 @@ def _find_reductions(facts: Facts, one: RankFacts) -> Integers:
     """
     if facts.splits_model:
         return np.empty(0, np.int64)
-    return one.in_phases(find_rows_for(one, (GRADIENTS, REST)), Phase.BACKWARD.value, Phase.GRAD_SYNC.value)
+    return one.in_phases(
+        find_rows_for(one, (Purpose.GRADIENTS, Purpose.REST)), Phase.BACKWARD.value, Phase.GRAD_SYNC.value
+    )
 
 
 @dataclass(frozen=True)
@@ -243,7 +245,7 @@ def _advise_buckets(facts: Facts) -> Remedy:
     return Remedy(advice, (flag,))
 
 
-SMALL_BYTES = 2**20  # latency is about that of moving a megabyte, on NVLink as on a network
+SMALL_MESSAGE_BYTES = 2**20  # latency is about that of moving a megabyte, on NVLink as on a network
 MAX_SMALL_REDUCTIONS = 16  # per step: the loss, the norm and a few flags are fewer
 FP32_BYTES = 4
 BUCKET_FLAG = f"--ddp-bucket-size {DEFAULT_BUCKET}"
@@ -271,7 +273,7 @@ def find_small_buckets(facts: Facts, one: RankFacts) -> Finding | Observation:
     seen = _measure_collectives(facts, one)
     if seen is None:
         return could_not_look(record=Recording.SHAPES)
-    is_small = seen.num_bytes <= SMALL_BYTES
+    is_small = seen.num_bytes <= SMALL_MESSAGE_BYTES
     small = seen.rows[is_small]
     if one.per_step(small) < MAX_SMALL_REDUCTIONS:
         number = significant(one.per_step(small))

@@ -15,72 +15,68 @@ from megatron_lite.analysis.findings.base import (
     saw_wrong,
 )
 from megatron_lite.analysis.rank_facts import MATTERS, RankFacts, in_ms
-from megatron_lite.analysis.ranks.exposed import (
-    ALL_TO_ALL,
-    CONTEXT,
-    EXPERTS,
-    FORWARD,
-    GRADIENTS,
-    OBJECTS,
-    OPTIMIZER,
-    REST,
-    STAGES,
-    TENSOR,
-    VALUES,
-    WEIGHTS,
-    Exposed,
-)
+from megatron_lite.analysis.ranks.exposed import Exposed, Purpose
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.thresholds import is_by_chance
 from megatron_lite.units import counted
 
 # rules that name a cause of some of it, and what they speak of: their cost is not told again
 CAUSES: tuple[tuple[Rule, str], ...] = (
-    (known.find_all_reduce_tail, GRADIENTS),
-    (known.find_no_overlap, GRADIENTS),
-    (known.find_small_buckets, GRADIENTS),
-    (known.find_reduce_every_micro_batch, GRADIENTS),
-    (known.find_parameter_gather, WEIGHTS),
-    (known.find_needless_sharding, WEIGHTS),
-    (known.find_tensor_across_nodes, TENSOR),
-    (pipeline_rules.find_pipeline_bubble, STAGES),
-    (pipeline_rules.find_unbalanced_stages, STAGES),
+    (known.find_all_reduce_tail, Purpose.GRADIENTS),
+    (known.find_no_overlap, Purpose.GRADIENTS),
+    (known.find_small_buckets, Purpose.GRADIENTS),
+    (known.find_reduce_every_micro_batch, Purpose.GRADIENTS),
+    (known.find_parameter_gather, Purpose.WEIGHTS),
+    (known.find_needless_sharding, Purpose.WEIGHTS),
+    (known.find_tensor_across_nodes, Purpose.TENSOR),
+    (pipeline_rules.find_pipeline_bubble, Purpose.STAGES),
+    (pipeline_rules.find_unbalanced_stages, Purpose.STAGES),
 )
 TITLES = {
-    EXPERTS: "expert exchange",
-    ALL_TO_ALL: "all-to-all",
-    TENSOR: "tensor parallel reductions",
-    CONTEXT: "context parallel exchange",
-    FORWARD: "reductions in forward",
-    STAGES: "sends and receives",
-    OPTIMIZER: "communication in the optimizer's step",
-    OBJECTS: "gathers of objects",
-    VALUES: "gathers of features, statistics or metrics",
-    WEIGHTS: "gathers of weights",
-    GRADIENTS: "reduction of gradients",
-    REST: "communication",
+    Purpose.EXPERTS: "expert exchange",
+    Purpose.ALL_TO_ALL: "all-to-all",
+    Purpose.TENSOR: "tensor parallel reductions",
+    Purpose.CONTEXT: "context parallel exchange",
+    Purpose.FORWARD: "reductions in forward",
+    Purpose.STAGES: "sends and receives",
+    Purpose.OPTIMIZER: "communication in the optimizer's step",
+    Purpose.OBJECTS: "gathers of objects",
+    Purpose.VALUES: "gathers of features, statistics or metrics",
+    Purpose.WEIGHTS: "gathers of weights",
+    Purpose.GRADIENTS: "reduction of gradients",
+    Purpose.REST: "communication",
 }
 REMEDIES = {
-    EXPERTS: "compute one micro-batch while another one's tokens are exchanged; run shared experts meanwhile",
-    ALL_TO_ALL: "overlap it with other computation: another micro-batch, shared experts, layers that need no exchange",
-    TENSOR: "use fewer tensor parallel ranks if memory allows; else overlap matrix products with their reductions",
-    OPTIMIZER: (
+    Purpose.EXPERTS: "compute one micro-batch while another one's tokens are exchanged; run shared experts meanwhile",
+    Purpose.ALL_TO_ALL: (
+        "overlap it with other computation: another micro-batch, shared experts, layers that need no exchange"
+    ),
+    Purpose.TENSOR: (
+        "use fewer tensor parallel ranks if memory allows; else overlap matrix products with their reductions"
+    ),
+    Purpose.OPTIMIZER: (
         "reduce gradients during backward, compute norms in one collective, gather weights during the next forward"
     ),
-    CONTEXT: (
+    Purpose.CONTEXT: (
         "exchange the next block of keys and values while one is computed; "
         "fewer context parallel ranks, or longer sequences"
     ),
-    FORWARD: "reduce fewer, larger tensors, and overlap that with compute (async_op=True)",
-    STAGES: (
+    Purpose.FORWARD: "reduce fewer, larger tensors, and overlap that with compute (async_op=True)",
+    Purpose.STAGES: (
         "overlap sends and receives with compute (batch_isend_irecv); "
         "between stages of a pipeline also more micro-batches per step"
     ),
-    VALUES: "gather fewer bytes (16 bits, one tensor for many), beside compute (async_op=True), or in fewer steps",
-    OBJECTS: "gather tensors instead of pickled objects, once per many steps",
-    WEIGHTS: "gather the next layer's weights while one computes (prefetch), or keep them between forward and backward",
-    GRADIENTS: "reduce during backward, on a separate stream; send fewer bytes: 16 bits, more micro-batches per step",
-    REST: "overlap it with compute on a separate stream (async_op=True), or do it less often",
+    Purpose.VALUES: (
+        "gather fewer bytes (16 bits, one tensor for many), beside compute (async_op=True), or in fewer steps"
+    ),
+    Purpose.OBJECTS: "gather tensors instead of pickled objects, once per many steps",
+    Purpose.WEIGHTS: (
+        "gather the next layer's weights while one computes (prefetch), or keep them between forward and backward"
+    ),
+    Purpose.GRADIENTS: (
+        "reduce during backward, on a separate stream; send fewer bytes: 16 bits, more micro-batches per step"
+    ),
+    Purpose.REST: "overlap it with compute on a separate stream (async_op=True), or do it less often",
 }
 MAX_WORDS = 3
 
@@ -104,7 +100,7 @@ def find_exposed_experts(facts: Facts, one: RankFacts) -> Finding | Observation:
         finding says "all-to-all" where the purpose is unknown. Those around attention are of sequences, and told by
         exposed-communication.
     """
-    return _find_exposed(facts, one, (EXPERTS, ALL_TO_ALL))
+    return _find_exposed(facts, one, (Purpose.EXPERTS, Purpose.ALL_TO_ALL))
 
 
 @rule(
@@ -127,7 +123,7 @@ def find_exposed_tensor_parallel(facts: Facts, one: RankFacts) -> Finding | Obse
     Flags: --sequence-parallel; in Megatron-LM --tp-comm-overlap.
     False alarm: sums in forward that belong to SyncBatchNorm or to a loss over all ranks.
     """
-    return _find_exposed(facts, one, (TENSOR, FORWARD))
+    return _find_exposed(facts, one, (Purpose.TENSOR, Purpose.FORWARD))
 
 
 @rule(
@@ -146,7 +142,7 @@ def find_optimizer_communication(facts: Facts, one: RankFacts) -> Finding | Obse
     Flags: in Megatron-LM --overlap-grad-reduce and --overlap-param-gather.
     False alarm: the one sum of the gradients' norm, which clipping needs: then it waits for the slowest rank.
     """
-    return _find_exposed(facts, one, (OPTIMIZER,))
+    return _find_exposed(facts, one, (Purpose.OPTIMIZER,))
 
 
 @rule("exposed-communication", "communication not overlapped with compute", "step", "collectives", needs="trace")
@@ -162,7 +158,19 @@ def find_exposed_communication(facts: Facts, one: RankFacts) -> Finding | Observ
     Flags: none.
     False alarm: a trace of one rank: whether it waits for others or for the network cannot be told from it.
     """
-    return _find_exposed(facts, one, (CONTEXT, STAGES, WEIGHTS, GRADIENTS, OBJECTS, VALUES, REST))
+    return _find_exposed(
+        facts,
+        one,
+        (
+            Purpose.CONTEXT,
+            Purpose.STAGES,
+            Purpose.WEIGHTS,
+            Purpose.GRADIENTS,
+            Purpose.OBJECTS,
+            Purpose.VALUES,
+            Purpose.REST,
+        ),
+    )
 
 
 def _find_exposed(facts: Facts, one: RankFacts, purposes: Sequence[str]) -> Finding | Observation:

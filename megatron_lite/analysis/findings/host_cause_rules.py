@@ -30,7 +30,7 @@ from megatron_lite.formats.file_names import RUN_FILE
 from megatron_lite.phases import Phase
 from megatron_lite.units import counted, significant
 
-MAX_SHOWN = 4
+MAX_HOST_SITES = 4  # shown of a finding: the host is held up in many places, of which each takes little
 HALF_A_STEP = 0.5
 EVERY_STEP = 3  # steps: with fewer, nobody can say what comes once
 
@@ -44,7 +44,7 @@ def describe_works(one: RankFacts, works: Sequence[NamedWork]) -> list[Evidence]
     """Describe what each named work takes of the host per step."""
     steps = max(1, len(one.time.steps))
     shown = []
-    for work in works[:MAX_SHOWN]:
+    for work in works[:MAX_HOST_SITES]:
         times = f"{significant(work.calls / steps)} per step"
         took = f"{in_ms(work.step_ms)} of host time, whether or not the device is busy meanwhile"
         shown.append(Evidence(f"{work.what}: {times}, {took}", one.where()))
@@ -80,7 +80,7 @@ def find_one_time_costs(facts: Facts, one: RankFacts) -> Finding | Observation:
         return saw(Evidence(f"{in_ms(total_ms)} of host time in the whole trace is paid once", one.where()))
     text = f"{in_ms(total_ms)} of host time in the whole trace: paid once, not per step"
     evidence = [Evidence(text, one.where())]
-    for work in works[:MAX_SHOWN]:
+    for work in works[:MAX_HOST_SITES]:
         most = f", most of it in {work.step}" if work.step and steps > 1 else ""
         times = counted(work.calls, "time")
         evidence.append(Evidence(f"{work.what}: {times}, {in_ms(work.trace_ms)}{most}", one.where()))
@@ -334,7 +334,7 @@ def find_python_in_function(facts: Facts, one: RankFacts) -> Finding | Observati
         return _find_python_in_function_on_cpu(one)
     sites = [site for site in one.time.hosts if site.what.startswith(INSIDE)]
     cost = sum(site.idle_ms for site in sites)
-    shown = [Evidence(f"{in_ms(site.idle_ms)} in {site.what}", site.phase) for site in sites[:MAX_SHOWN]]
+    shown = [Evidence(f"{in_ms(site.idle_ms)} in {site.what}", site.phase) for site in sites[:MAX_HOST_SITES]]
     text = f"the device idles {one.of_step(cost)} while custom functions run Python"
     advice = "do less in Python there: fewer operators, or one compiled or Triton kernel"
     flags = () if one.trace.with_stack else ("--pytorch-profiler-collect-callstack",)
@@ -360,7 +360,7 @@ def _find_python_in_function_on_cpu(one: RankFacts) -> Finding | Observation:
     found = [row for row in one.kernels.operators if row.role is Role.OTHER and _is_custom(row.name)]
     cost = sum(row.self_ms for row in found)
     shown = []
-    for row in found[:MAX_SHOWN]:
+    for row in found[:MAX_HOST_SITES]:
         inside = f"{in_ms(row.self_ms)} inside {row.name}, in none of its operators"
         shown.append(Evidence(inside, row.phase))
     text = f"custom functions take {one.of_step(cost)} besides the operators that they call"

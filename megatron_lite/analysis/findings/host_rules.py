@@ -23,12 +23,14 @@ from megatron_lite.analysis.findings.debug_rules import (
     measure_exposed_search,
 )
 from megatron_lite.analysis.findings.host_cause_rules import (
+    MAX_HOST_SITES,
     find_clip_on_host,
     find_clip_waits,
     find_python_in_function,
     measure_clipping,
 )
 from megatron_lite.analysis.findings.input_rules import is_batch_copy, pageable_rows
+from megatron_lite.analysis.findings.reserved_rules import EXPANDABLE_SEGMENTS
 from megatron_lite.analysis.findings.update_rules import LOG, find_log_stalls
 from megatron_lite.analysis.rank_facts import MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.run.cores import measure_recording_ms
@@ -41,7 +43,6 @@ from megatron_lite.units import counted, significant
 
 ONCE = 0.5  # calls per step from which on it is every step's, not that of a log interval
 BETWEEN_STEPS = {Phase.LOG.value, Phase.EVAL.value, Phase.SAVE.value}  # there, waiting is meant
-MAX_SHOWN = 4
 MAX_SITES_SEEN = 2
 READS = ("aten::item", "aten::is_nonzero", "aten::equal", "aten::_local_scalar_dense")
 # an unfused optimizer's step counters are on the host
@@ -71,7 +72,7 @@ def find_sync_in_step(facts: Facts, one: RankFacts) -> Finding | Observation:
     sites = find_waits(one)
     cost = sum(site.idle_ms for site in sites)
     calls = sum(site.per_step for site in sites)
-    shown = [Evidence(_describe_wait(site), site.frame) for site in sites[:MAX_SHOWN]]
+    shown = [Evidence(_describe_wait(site), site.frame) for site in sites[:MAX_HOST_SITES]]
     text = f"{counted(calls, 'wait')} per step, after which the device idles {one.of_step(cost)}"
     advice = "read values (.item(), print, .cpu()) at the log interval only, and keep conditions on the device"
     found = find_lost_time(
@@ -285,7 +286,7 @@ def find_host_gaps(facts: Facts, one: RankFacts) -> Finding | Observation:
         rest_ms - measure_recording_ms(facts.run, one.time),
         text,
         advice,
-        *_list_sites(one, MAX_SHOWN),
+        *_list_sites(one, MAX_HOST_SITES),
         *_describe_short_gaps(one),
         flags=flags,
         certain=False,
@@ -347,7 +348,7 @@ def _find_in_places(facts: Facts, one: RankFacts, most_ms: float) -> Finding | O
     if one.share(cost) < MAX_LATE_SHARE:
         return None
     longest = stretches[0]
-    notable = [stretch for stretch in stretches[:MAX_SHOWN] if stretch.ms >= MAX_LATE_SHARE * longest.ms]
+    notable = [stretch for stretch in stretches[:MAX_HOST_SITES] if stretch.ms >= MAX_LATE_SHARE * longest.ms]
     shown = [_describe_stretch(stretch) for stretch in notable]
     advice = f"take that work out of {longest.phase or 'the step'}, or do it in fewer steps"
     flags: tuple[str, ...] = ()
@@ -399,7 +400,7 @@ def _find_in_calls(facts: Facts, one: RankFacts, most_ms: float) -> Finding | Ob
         cost,
         text,
         LARGER_OPERATORS.advice,
-        *_list_sites(one, MAX_SHOWN),
+        *_list_sites(one, MAX_HOST_SITES),
         title=TITLE_ON_CPU,
         flags=LARGER_OPERATORS.flags,
         certain=False,
@@ -461,7 +462,7 @@ def _find_short_gaps_on_cpu(one: RankFacts, short: ShortGaps) -> Finding | Obser
         short.ms,
         text,
         f"record stacks ({STACKS}) to see the lines; move their work out of the step",
-        *_list_sites(one, MAX_SHOWN),
+        *_list_sites(one, MAX_HOST_SITES),
         flags=(STACKS,),
         certain=False,
         at_least=MAX_SHORT_SHARE_ON_CPU,
@@ -577,7 +578,6 @@ def _advise_on_collections(facts: Facts) -> Remedy:
 
 
 ALLOCATOR_CALLS = ("cudaMalloc", "cudaFree", "cudaHostAlloc", "cuMem", "hipMalloc", "hipFree", "hipHostMalloc")
-EXPANDABLE_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
 @rule("allocator-stalls", "cudaMalloc and cudaFree inside the step", "step", "memory", needs="gpu")

@@ -18,7 +18,7 @@ from megatron_lite.analysis.ranks.from_run import find_imbalance_by_lines, find_
 from megatron_lite.analysis.ranks.rank_results import Imbalance, describe_imbalance
 from megatron_lite.analysis.run_facts import Facts
 
-MAX_NAMED = 4
+MAX_LATE_RANKS = 4
 
 
 @rule("late-in-turns", "ranks that take turns being late", "ranks", "collectives")
@@ -45,8 +45,8 @@ def find_late_in_turns(facts: Facts) -> Finding | Observation:
         return look_at_ranks(facts)
     if found.rank is not None:
         return told_by("late-at-times", describe_imbalance(found))
-    each = ", ".join(f"rank {rank} causes {share:.0%}" for rank, share in found.ranks[:MAX_NAMED])
-    more = f", {len(found.ranks) - MAX_NAMED} more the rest" if len(found.ranks) > MAX_NAMED else ""
+    each = ", ".join(f"rank {rank} causes {share:.0%}" for rank, share in found.ranks[:MAX_LATE_RANKS])
+    more = f", {len(found.ranks) - MAX_LATE_RANKS} more the rest" if len(found.ranks) > MAX_LATE_RANKS else ""
     every = _describe_period(found)
     seen = [
         Evidence(f"{describe_imbalance(found)}; in {found.late_steps} of {found.steps} steps one is late{every}"),

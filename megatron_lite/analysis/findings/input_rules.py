@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_lite.analysis.findings.base import (
+    MAX_SHOWN,
     Evidence,
     Finding,
     Observation,
@@ -338,7 +339,7 @@ def is_batch_copy(site: SyncSite) -> bool:
     return "ageable" in site.call or site.phase in TO_DEVICE
 
 
-SMALL_BYTES = 64 * 2**10  # about 2.6 us at 25 GB/s of PCIe 4.0 x16: less than the call takes
+SMALL_COPY_BYTES = 64 * 2**10  # about 2.6 us at 25 GB/s of PCIe 4.0 x16: less than the call takes
 MAX_SMALL_COPIES = 32  # per step: a batch's few fields and a logged value are far fewer
 ACROSS = re.compile(r"HtoD|DtoH|HostToDevice|DeviceToHost", re.IGNORECASE)
 
@@ -367,9 +368,9 @@ def find_small_copies(facts: Facts, one: RankFacts) -> Finding | Observation:
     if not len(copies):
         steady = counted(one.steady_steps, "steady step")
         return could_not_look(Evidence(f"no copy from the host in {steady}", one.where()))
-    small = copies[num_bytes[copies] <= SMALL_BYTES]
+    small = copies[num_bytes[copies] <= SMALL_COPY_BYTES]
     transfers = counted(one.per_step(copies), "transfer")
-    of_these = f"{significant(one.per_step(small))} of at most {size(SMALL_BYTES)}"
+    of_these = f"{significant(one.per_step(small))} of at most {size(SMALL_COPY_BYTES)}"
     seen = f"per step {transfers} between host and device, {of_these}; {MAX_SMALL_COPIES} would be many"
     look = saw(Evidence(seen, one.where(copies[0])))
     if one.per_step(small) < MAX_SMALL_COPIES:
@@ -396,7 +397,6 @@ def find_small_copies(facts: Facts, one: RankFacts) -> Finding | Observation:
     return tell_more(found, look)
 
 
-MAX_SHOWN = 3
 BETWEEN_GPUS = re.compile(r"PtoP|Peer ?To ?Peer", re.IGNORECASE)
 FROM_DEVICE = re.compile(r"DtoH|DeviceToHost|Device2Host", re.IGNORECASE)
 WITHIN_DEVICE = re.compile(r"DtoD|DeviceToDevice|Device2Device|Memset", re.IGNORECASE)

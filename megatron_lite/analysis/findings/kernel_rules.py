@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from megatron_lite.analysis.findings.base import (
+    MAX_SHOWN,
     Evidence,
     Finding,
     Observation,
@@ -204,7 +205,6 @@ def _group_by_size(one: RankFacts, rows: Integers) -> dict[str, Integers]:
 MAX_COPY_SHARE = 0.10  # of the step: a transformer with fused kernels and 16-bit weights stays at a few percent
 MAX_COPY_SHARE_ON_CPU = 0.25  # there the copy of a small tensor costs as much as any small operator
 BY_DESIGN = {Phase.BACKWARD.value, Phase.OPTIMIZER_STEP.value}  # 16-bit gradients and weights become fp32 and back
-MAX_SHOWN = 3
 MOST = 0.5
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_lite.analysis.findings.base import (
+    MAX_SHOWN,
     Evidence,
     Finding,
     Observation,
@@ -22,7 +23,8 @@ from megatron_lite.analysis.findings.base import (
     told_by,
 )
 from megatron_lite.analysis.findings.needless_rules import find_recomputed
-from megatron_lite.analysis.findings.reserved_rules import EXPANDABLE_SEGMENTS, MIN_BYTES
+from megatron_lite.analysis.findings.product_rules import SIXTEEN_BITS
+from megatron_lite.analysis.findings.reserved_rules import EXPANDABLE_SEGMENTS, MIN_UNUSED_BYTES
 from megatron_lite.analysis.memory.memory_results import GROWS_WITH_BATCH, OUTSIDE, OutOfMemory, Snapshot
 from megatron_lite.analysis.rank_facts import MATTERS, RankFacts, in_ms
 from megatron_lite.analysis.run.run_results import Run
@@ -35,7 +37,6 @@ from megatron_lite.units import GIB, MIB, counted, size
 
 MIN_BYTES_PER_STEP = MIB  # in a snapshot: less takes thousands of steps to fill a gigabyte
 MIN_SNAPSHOT_STEPS = 3
-MAX_SHOWN = 3
 KEEP_NUMBERS = Remedy(
     "keep numbers instead of tensors that hold their graph: .item() at the log interval, or .detach()",
     ("--record-memory-history",),
@@ -177,14 +178,14 @@ def find_out_of_memory(facts: Facts, most: Snapshot) -> Finding | Observation:
 
 def _lies_in_pieces(oom: OutOfMemory) -> bool:
     """Whether as much as was asked for lay free between tensors, in pieces that were too small."""
-    return oom.unused_bytes >= max(oom.requested_bytes, MIN_BYTES)
+    return oom.unused_bytes >= max(oom.requested_bytes, MIN_UNUSED_BYTES)
 
 
 def _describe_unusable(oom: OutOfMemory) -> Iterator[str]:
     """Name what was free and did not help, and whether the program got around the failure."""
     if oom.went_on:
         yield "the program went on: as many bytes were allocated afterwards"
-    if oom.unused_private_bytes >= MIN_BYTES:
+    if oom.unused_private_bytes >= MIN_UNUSED_BYTES:
         yield f"{size(oom.unused_private_bytes)} lie free in private pools, which this request cannot use"
     if _lies_in_pieces(oom):
         yield f"{size(oom.unused_bytes)} are reserved and lie free between tensors, in pieces that are too small"
@@ -286,9 +287,8 @@ def find_attention_memory(facts: Facts, most: Snapshot) -> Finding | Observation
 SELECTIVE = "--recompute-granularity selective"
 NEEDLESS = "--recompute-granularity full, --recompute-method and --recompute-num-layers"
 MIN_GAIN = 0.40  # of the peak, that it must save to be worth a second forward
-MIN_LAYERS = 4  # with fewer, the one being recomputed is most of it
+MIN_STORED_LAYERS = 4  # with fewer, the one being recomputed is most of it
 RECOMPUTE_FLAG = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-SIXTEEN_BITS = ("fp16", "bf16")
 
 
 @rule("recompute-activations", "activations that could be recomputed", "memory", needs="snapshot")
@@ -309,7 +309,7 @@ def find_recompute_activations(facts: Facts, most: Snapshot) -> Finding | Observ
     if facts.settings.recompute_granularity:
         return saw(Evidence("activations are recomputed (--recompute-granularity)", RUN_FILE))
     layers = [layer.num_bytes for layer in most.layers if layer.name != OUTSIDE]
-    if len(layers) < MIN_LAYERS:
+    if len(layers) < MIN_STORED_LAYERS:
         return could_not_look(Evidence("the snapshot tells no activations of several layers", most.source))
     held_bytes = sum(layers)
     inputs_bytes = len(layers) * _measure_layer_input(facts)
@@ -451,9 +451,6 @@ def find_micro_batch_headroom(facts: Facts) -> Finding | Observation:
     return build_time_finding(cost_ms, [Evidence(text, held.where)], advice, (flag,), certain=False)
 
 
-FORWARD = Phase.FORWARD.value
-
-
 @rule("needless-recompute", "recomputation although memory is plentiful", "memory", "prediction")
 def find_needless_recompute(facts: Facts) -> Finding | Observation:
     """Activations are recomputed although memory is plentiful.
@@ -524,9 +521,9 @@ def _measure_forward(facts: Facts, run: Run) -> ForwardTime:
     one = facts.critical
     if one is not None:
         for phase in one.time.phases:
-            if phase.name == FORWARD:
+            if phase.name == Phase.FORWARD.value:
                 return ForwardTime(phase.device_ms, one.time.step_ms, f"rank {one.time.rank}")
-    forward_ms = measure_ordinary(run, run.phases_ms.get(FORWARD, ())) or 0.0
+    forward_ms = measure_ordinary(run, run.phases_ms.get(Phase.FORWARD.value, ())) or 0.0
     return ForwardTime(forward_ms, run.steady_step_ms or math.inf, STEPS_FILE)
 
 

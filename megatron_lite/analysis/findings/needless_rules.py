@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_lite.analysis.findings.base import (
+    MAX_SHOWN,
     Evidence,
     Finding,
     Observation,
@@ -32,7 +33,7 @@ LAYERS = re.compile(
 RECOMPUTED_LAYERS = re.compile(r"aten::(linear|matmul|conv\d?d|layer_norm|scaled_dot_product_attention|embedding)$")
 CASTS = ("aten::to", "aten::_to_copy")
 UPDATES = re.compile(r"Optimizer\.(step|zero_grad)#")
-MIN_LAYERS = 4  # in a pass: fewer are no model's
+MIN_PASS_LAYERS = 4  # in a pass: fewer are no model's
 ALIKE = 0.8  # of the trained pass: beginnings of two passes that are of one model
 WITHOUT_GRADIENTS = "torch.no_grad()"
 
@@ -164,7 +165,7 @@ def find_recomputed(one: RankFacts) -> Integers:
     is_named = one.trace.passing(RECOMPUTED_LAYERS.match, Kind.OP)
     is_layer = is_named[events.name[rows]]
     layers = is_layer & _spread_to_children(nest, again)
-    if int(layers.sum()) < MIN_LAYERS * one.steady_steps:
+    if int(layers.sum()) < MIN_PASS_LAYERS * one.steady_steps:
         return rows[:0]
     return np.sort(rows[again])
 
@@ -209,14 +210,14 @@ def _repeats(found: ForwardPass, trained: ForwardPass, has_shapes: bool) -> bool
     number = len(trained.layers)
     own = len(found.layers)
     shorter = min(number, own)
-    if shorter < MIN_LAYERS:
+    if shorter < MIN_PASS_LAYERS:
         return False
     if not has_shapes and own % number:
         return False
     alike = 0
     while alike < shorter and found.layers[alike] == trained.layers[alike]:
         alike += 1
-    return alike >= max(MIN_LAYERS, ALIKE * number)
+    return alike >= max(MIN_PASS_LAYERS, ALIKE * number)
 
 
 @rule("forward-without-backward", "forward passes that no backward follows", "phases", "operators", needs="trace")
@@ -293,7 +294,6 @@ def _measure_passes(one: RankFacts, passes: list[ForwardPass]) -> float:
 
 
 FP64 = ("double", "c10::complex<double>")
-MAX_SHOWN = 3
 WHOLE = 0.9  # of the computing: a job that wants fp64 throughout
 
 

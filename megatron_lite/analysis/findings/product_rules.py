@@ -7,6 +7,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_lite.analysis.findings.base import (
+    MAX_SHOWN,
     Evidence,
     Finding,
     Observation,
@@ -28,7 +29,6 @@ from megatron_lite.formats.hardware import best_multiple, least_multiple, padded
 from megatron_lite.units import count, counted, significant
 
 SIXTEEN_BITS = ("fp16", "bf16")
-MAX_SHOWN = 3
 MAX_REASONS = 3
 MULTIPLES = "make the dimensions of products multiples of 64 (at least 8)"
 # before Volta: no faster 16-bit products

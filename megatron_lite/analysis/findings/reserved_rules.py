@@ -2,6 +2,7 @@
 for other layers."""
 
 from megatron_lite.analysis.findings.base import (
+    MAX_SHOWN,
     Evidence,
     Finding,
     Observation,
@@ -16,9 +17,8 @@ from megatron_lite.analysis.memory.memory_results import Fragmentation, Gathered
 from megatron_lite.analysis.run_facts import Facts, sum_category
 from megatron_lite.units import MIB, counted, size
 
-MAX_SHOWN = 3
 MAX_FRAGMENTED_SHARE = 0.10  # of what is reserved: segments of 20 MiB leave some of each free by design
-MIN_BYTES = 256 * MIB
+MIN_UNUSED_BYTES = 256 * MIB
 HELPS = 0.05  # of what is reserved, that the replay must save to be worth a word
 EXPANDABLE_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
@@ -46,7 +46,7 @@ def find_fragmentation(facts: Facts) -> Finding | Observation:
     held = worst.fragmentation
     reserved = size(held.reserved_bytes)
     unused_bytes = _measure_between(held)
-    if unused_bytes < max(MAX_FRAGMENTED_SHARE * held.reserved_bytes, MIN_BYTES):
+    if unused_bytes < max(MAX_FRAGMENTED_SHARE * held.reserved_bytes, MIN_UNUSED_BYTES):
         return saw(Evidence(f"{size(unused_bytes)} of {reserved} that are reserved lie between tensors", worst.source))
     text = f"{reserved} are reserved for tensors of {size(held.allocated_bytes)}: {size(unused_bytes)} lie between them"
     gain_bytes = _measure_replayed_gain(held)
@@ -116,7 +116,7 @@ def find_private_pool(facts: Facts) -> Finding | Observation:
     if most is None:
         return saw(Evidence("no private pool", recorded[0].source)) if recorded else could_not_look()
     unused_bytes = _measure_unused(most)
-    if unused_bytes < max(MAX_FRAGMENTED_SHARE * _measure_reserved(most), MIN_BYTES):
+    if unused_bytes < max(MAX_FRAGMENTED_SHARE * _measure_reserved(most), MIN_UNUSED_BYTES):
         return saw(Evidence(f"{size(unused_bytes)} lie free in private pools", most.source))
     pools = most.private_pools
     plural = "s" if len(pools) > 1 else ""
@@ -178,7 +178,7 @@ def find_awaiting_free(facts: Facts, most: Snapshot) -> Finding | Observation:
     """
     held_bytes = sum_category(most, "awaiting free")
     text = f"{size(held_bytes)} of the peak of {size(most.peak_bytes)} were given back and wait for another stream"
-    if held_bytes < max(MAX_AWAITING_SHARE * most.peak_bytes, MIN_BYTES):
+    if held_bytes < max(MAX_AWAITING_SHARE * most.peak_bytes, MIN_UNUSED_BYTES):
         return saw(Evidence(text, most.source))
     sites = [site for site in most.sites if site.category == "awaiting free"]
     shown = []

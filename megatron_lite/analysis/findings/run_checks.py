@@ -28,7 +28,7 @@ from megatron_lite.units import count, counted, significant, size
 BATCH_REMEDY = "micro-batch size x ranks x micro-batches must give --global-batch-size, with one update for all of it"
 OPTIMIZER_STEP = "optimizer step"
 UPDATE_RANGE = "Optimizer.step#"  # PyTorch's own, around step()
-MIN_TRACED_STEPS = 2  # whose shapes can be compared
+MIN_STEPS_WITH_SHAPES = 2  # whose shapes can be compared
 MAX_CATEGORIES = 4  # shown
 MAX_ITERATIONS = 6  # shown
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::matmul")
@@ -244,7 +244,7 @@ def look_at_shapes(case: CheckCase) -> Observation:
     one = facts.critical
     shapes = _list_shapes(one) if one is not None else []
     seen = []
-    if one is not None and len(shapes) >= MIN_TRACED_STEPS:
+    if one is not None and len(shapes) >= MIN_STEPS_WITH_SHAPES:
         is_constant = len(set(shapes)) == 1
         seen.append(Evidence(_describe_shapes(shapes, is_constant), one.where()))
         if not is_constant:

@@ -32,7 +32,7 @@ from megatron_lite.formats.file_names import STEPS_FILE
 from megatron_lite.phases import Phase
 from megatron_lite.units import significant
 
-MAX_NAMED = 5
+MAX_NAMED_STEPS = 5
 TOLD = 0.5  # of what these steps cost, that another finding must tell to be the same
 COMPUTING = (Phase.FORWARD.value, Phase.BACKWARD.value, Phase.OPTIMIZER_STEP.value, "")
 ADVICE = {
@@ -138,8 +138,8 @@ def _describe_slow_steps(found: SlowSteps) -> str:
     elif found.in_a_row:
         when = f"in a row from step {found.iterations[0]} to {found.iterations[-1]}"
     else:
-        more = ", ..." if len(found.iterations) > MAX_NAMED else ""
-        when = f"at steps {', '.join(map(str, found.iterations[:MAX_NAMED]))}{more}"
+        more = ", ..." if len(found.iterations) > MAX_NAMED_STEPS else ""
+        when = f"at steps {', '.join(map(str, found.iterations[:MAX_NAMED_STEPS]))}{more}"
     take = f"{len(found.iterations)} of {found.steps} steps take {significant(found.slow_ms)} ms"
     return f"{take}, {when} (the median: {significant(found.typical_ms)} ms)"
 

@@ -12,7 +12,7 @@ from megatron_lite.formats.file_names import RUN_FILE, STEPS_FILE
 from megatron_lite.thresholds import MIN_BEFORE, MIN_RANK_STEPS
 from megatron_lite.units import counted
 
-MAX_UNEXPLAINED = 0.10  # of the step; the profiler alone makes a few percent
+MAX_UNEXPLAINED_SHARE = 0.10  # of the step; the profiler alone makes a few percent
 MIN_TRACED_STEPS = 2  # a trace's window is short
 WINDOW = "--profile-step-start 10 --profile-step-end 15"
 
@@ -122,7 +122,7 @@ def look_at_profile(case: CheckCase) -> Observation:
     if one is None or not one.time.step_ms > 0:
         return could_not_look()
     unexplained_ms = one.time.rows.get("unexplained", 0.0)
-    if one.share(unexplained_ms) > MAX_UNEXPLAINED:
+    if one.share(unexplained_ms) > MAX_UNEXPLAINED_SHARE:
         seen = Evidence(f"unexplained: {one.of_step(unexplained_ms)}", one.where())
         return could_not_look(seen, record=f"{Recording.TRACE}, with --pytorch-profiler-collect-callstack")
     where_to_begin = Evidence(_say_where_to_begin(case, one), one.where())

@@ -218,7 +218,7 @@ def _come_first(
 # Each gradient has one weight of its size, and an optimizer's state and masters come in whole sets of such sizes. The
 # set that explains the most bytes is taken; what it does not explain stays unknown.
 
-MAX_UNEXPLAINED = 0.5  # of the candidates' bytes; beyond it the sizes do not fit and nothing is claimed
+MAX_MISFIT_SHARE = 0.5  # of the candidates' bytes; beyond it the sizes do not fit and nothing is claimed
 # phases in which gradients of the step before are given back
 CLEARS_GRADIENTS = (ZERO_GRAD, "forward", "data", "data_to_device", UNKNOWN)
 
@@ -310,7 +310,7 @@ def _choose_optimizer_state(sizes: Integers, of_gradients: Counter[int]) -> _Opt
         return differing
 
     best = min(HYPOTHESES, key=count_unexplained)
-    most = MAX_UNEXPLAINED * int(sizes.sum())
+    most = MAX_MISFIT_SHARE * int(sizes.sum())
     return best if count_unexplained(best) <= most else None
 
 

@@ -1,16 +1,16 @@
 """The ledger of a run: what formulas said before its first step that each category takes,
 beside what a snapshot measured."""
 
-from megatron_lite.analysis.memory.memory_results import LedgerRow, Snapshot
+from megatron_lite.analysis.memory.memory_results import MeasuredCategory, Snapshot
 from megatron_lite.formats.run_record import CategoryBytes, RunRecord
 
 
-def build_ledger(snapshot: Snapshot, record: RunRecord) -> tuple[LedgerRow, ...]:
+def build_ledger(snapshot: Snapshot, record: RunRecord) -> tuple[MeasuredCategory, ...]:
     """Rows in the order of a report; () where the record predicts nothing, so that there is nothing to compare with."""
     measured = {held.category: held.requested_bytes for held in snapshot.highest}
     rows = []
     for predicted in _find_formulas(record, snapshot.rank):
-        row = LedgerRow(
+        row = MeasuredCategory(
             category=predicted.category,
             formula=predicted.formula,
             formula_bytes=predicted.num_bytes,

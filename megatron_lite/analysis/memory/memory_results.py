@@ -55,7 +55,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Moment:
+class CurvePoint:
     """A point of the memory curve."""
 
     time_us: int  # since the record's first event
@@ -154,7 +154,7 @@ class Snapshot:
     held: tuple[Held, ...]  # at the peak, largest first; sums to peak_bytes
     sites: tuple[SiteBytes, ...]  # at the peak, largest first
     layers: tuple[Layer, ...]  # activations at the peak, in the model's order
-    curve: tuple[Moment, ...]  # thinned to a picture's resolution; keeps the peak
+    curve: tuple[CurvePoint, ...]  # thinned to a picture's resolution; keeps the peak
     steps: tuple[StepMemory, ...]
     growth: SnapshotGrowth | None  # None if it does not grow or too few steps are seen
     fragmentation: Fragmentation
@@ -180,7 +180,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
-class LedgerRow:
+class MeasuredCategory:
     """A category by a formula and as measured; requested bytes, without the allocator's rounding."""
 
     category: str

@@ -15,7 +15,7 @@ ZERO_GRAD = "zero_grad"
 PHASES = (UNKNOWN, SETUP, *map(str, Phase), RECOMPUTE, ZERO_GRAD)
 NUMBER = {name: number for number, name in enumerate(PHASES)}
 NOT_SAID = -1
-MAX_LETTERS = 200  # of a module's name
+MAX_MODULE_LETTERS = 200  # of a module's name
 OWN_TAG = re.compile(r"^(setup|step \d+)(/|$)")
 STEP_NAME = re.compile(r"^(ProfilerStep#|(train_)?(step|iteration|iter)[ _#:]*)\d+$", re.IGNORECASE)
 FOREIGN_PHASES = (
@@ -93,7 +93,7 @@ def _read_tags(record: AllocatorEvents) -> tuple[Ints, tuple[str, ...]]:
         else:
             phase, _, module = rest.partition("/")
         of_tag[number] = NUMBER.get(phase, NUMBER[UNKNOWN])
-        printable = [letter for letter in module[:MAX_LETTERS] if letter.isprintable()]
+        printable = [letter for letter in module[:MAX_MODULE_LETTERS] if letter.isprintable()]
         modules[number] = "".join(printable)
     return of_tag, tuple(modules)
 

@@ -15,9 +15,9 @@ from megatron_lite.analysis.memory.categories import assign_categories
 from megatron_lite.analysis.memory.layers import sum_layers
 from megatron_lite.analysis.memory.lifetimes import INDEX, find_lifetimes
 from megatron_lite.analysis.memory.memory_results import (
+    CurvePoint,
     Gathered,
     Held,
-    Moment,
     OutOfMemory,
     SiteBytes,
     Snapshot,
@@ -37,7 +37,7 @@ MAX_UNKNOWN = 0.01  # of the peak, without origin, in a record that counts as co
 NO_PEAK = -2  # a span that neither an event has nor what was there before the record
 RANK_IN_NAME = re.compile(r"rank[_-]?(\d{1,6})(?!\d)", re.IGNORECASE)
 MIN_STEPS_OF_GROWTH = 3  # to speak of growth
-MIN_BYTES = 4096  # of growth per step; counters and log values come and go
+MIN_GROWTH_BYTES = 4096  # of growth per step; counters and log values come and go
 MIN_GROWING_SHARE = 0.75  # of the steps must end higher than the one before
 BETWEEN_NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 
@@ -169,7 +169,7 @@ class SnapshotReader:
             found.append(highest)
         return tuple(sorted(found, key=lambda held: -held.num_bytes))
 
-    def _draw_curve(self, times: Integers) -> tuple[Moment, ...]:
+    def _draw_curve(self, times: Integers) -> tuple[CurvePoint, ...]:
         """The memory curve, thinned. times: int64 [n + 1], in us."""
         at = choose_points(self.allocated)
         of_categories = []
@@ -177,7 +177,7 @@ class SnapshotReader:
             held = self.lives.sum_held(self.categories == number)
             of_categories.append(held[at].tolist())
         columns = [times[at].tolist(), self.allocated[at].tolist(), self.reserved[at].tolist(), zip(*of_categories)]
-        return tuple(Moment(*row) for row in zip(*columns))
+        return tuple(CurvePoint(*row) for row in zip(*columns))
 
     def _find_growth(self) -> SnapshotGrowth | None:
         """Find what stays after each step; None where memory does not grow, or too few steps are seen."""
@@ -188,7 +188,7 @@ class SnapshotReader:
         change = np.diff(self.allocated[np.array(ends) + 1])
         slope = float(np.median(change))
         growing_share = np.mean(change > 0)
-        if slope < MIN_BYTES or growing_share < MIN_GROWING_SHARE:
+        if slope < MIN_GROWTH_BYTES or growing_share < MIN_GROWING_SHARE:
             return None
         # per step: what was held after the last and not after the first, less what the same lines held before
         before = lives.held_after(ends[0])

@@ -32,7 +32,7 @@ LESS_RESERVED = (SEGMENT_FREE, SEGMENT_UNMAP)
 UNKNOWN_ACTION = 255
 MAX_DEVICES = 1024
 AWAITING = ("active_awaiting_free", "active_pending_free")  # torch's Python and C++ call it differently
-MAX_BYTES = 2**50  # no device has as much
+MAX_DEVICE_BYTES = 2**50  # no device has as much
 # size: as the allocator cut it; stack, tag, pool: indices into Record.stacks, Record.tags and Record.pools, 0 for none;
 # awaiting: given back, and held until another stream is done with it
 BLOCK = np.dtype([
@@ -332,7 +332,7 @@ def _find_pools(
 def _check_sizes(sizes: Ints) -> None:
     """Raise ValueError for a size that no memory can have."""
     for extreme in (sizes.min(initial=0), sizes.max(initial=0)):
-        if not 0 <= extreme < MAX_BYTES:
+        if not 0 <= extreme < MAX_DEVICE_BYTES:
             raise ValueError(f"a size of {extreme} bytes")
 
 

@@ -137,7 +137,7 @@ def read_values(path: Path) -> Any:
 
 # --- a snapshot inside of other values
 
-MAX_DEPTH = 4  # of dicts and lists in each other
+MAX_NESTING = 4  # of dicts and lists in each other
 MAX_LOOKED_AT = 4096  # values, and of each value what it holds
 CONTAINERS = (list, tuple, dict)
 
@@ -152,7 +152,7 @@ def find_snapshots(values: Any) -> list[Any]:
         looked_at += 1
         if _is_snapshot(value):
             found.append(value)
-        elif depth < MAX_DEPTH and type(value) in CONTAINERS:
+        elif depth < MAX_NESTING and type(value) in CONTAINERS:
             inside = list(value.values() if type(value) is dict else value)
             waiting += [(one, depth + 1) for one in inside[:MAX_LOOKED_AT] if type(one) in CONTAINERS]
     return found

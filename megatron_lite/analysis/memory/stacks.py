@@ -15,7 +15,7 @@ from megatron_lite import marks as own_marks
 from megatron_lite.analysis.trace.columns import Numbered
 
 Frame = tuple[str, int, str]  # file, line, function
-MAX_LETTERS = 120
+MAX_FRAME_LETTERS = 120
 
 
 class Code(enum.IntFlag):
@@ -306,7 +306,7 @@ class Stacks:
         """The autograd node of a stack with C++ frames, such as 'MmBackward0'; '' if it has none."""
         for _, _, name in self.frames_of[number]:
             if node := BACKWARD_NODE.search(name):
-                return node[1][:MAX_LETTERS]
+                return node[1][:MAX_FRAME_LETTERS]
         return ""
 
 
@@ -343,7 +343,7 @@ def _describe_frame(frame: Frame) -> str:
     """A frame as reports show it, such as 'gpt.py:81 forward'."""
     file, line, name = frame
     function, _ = own_marks.split_mark(name)
-    return make_printable(f"{file.rpartition('/')[2]}:{line} {function}", MAX_LETTERS)
+    return make_printable(f"{file.rpartition('/')[2]}:{line} {function}", MAX_FRAME_LETTERS)
 
 
 def make_printable(text: str, most: int) -> str:

@@ -14,7 +14,7 @@ from megatron_lite.analysis.intervals import NOTHING, Cover, Flags, Integers, Nu
 from megatron_lite.analysis.kernels.kernel_words import is_communication, is_wait
 from megatron_lite.analysis.ranks.handed_over import pair_with_operators
 from megatron_lite.analysis.ranks.process_groups import CALLER, find_group, guess_dimension
-from megatron_lite.analysis.ranks.rank_results import OTHER
+from megatron_lite.analysis.ranks.rank_results import OTHER_KIND
 from megatron_lite.analysis.time.time_results import Placing
 from megatron_lite.analysis.trace.columns import Collective, Kind, ProcessGroup, Shapes, Trace
 
@@ -42,7 +42,7 @@ _KINDS = (
 POINT_TO_POINT = ("send_recv", "send", "recv")
 # all ranks leave them at the same moment, since each needs something of every other
 END_TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
-MAX_BYTES = 2**50  # a petabyte in one message: a damaged file
+MAX_MESSAGE_BYTES = 2**50  # a petabyte in one message: a damaged file
 MAX_NAME = 400  # characters of a name that are looked at: C++ names of kernels are longer, and say nothing more
 MAX_DTYPE = 60  # characters of a type's name that are looked at
 _ALGORITHM = re.compile(
@@ -63,7 +63,7 @@ def find_collective_kind(name: str) -> str:
     for kind, pattern in _KINDS:
         if re.search(pattern, plain):
             return kind
-    return OTHER
+    return OTHER_KIND
 
 
 def _squash(name: str) -> str:
@@ -126,7 +126,7 @@ def message_bytes(
     if elements is None or not width:
         return None, dtype
     num_bytes = elements * width
-    is_possible = 0 <= num_bytes < MAX_BYTES
+    is_possible = 0 <= num_bytes < MAX_MESSAGE_BYTES
     return num_bytes if is_possible else None, dtype
 
 
@@ -559,9 +559,9 @@ def _name_kind(trace: Trace, traits: _Traits) -> str:
     names.append(trace.names[traits.name])
     for name in names:
         kind = find_collective_kind(name)
-        if kind != OTHER:
+        if kind != OTHER_KIND:
             return kind
-    return OTHER
+    return OTHER_KIND
 
 
 def _find_group_of_call(trace: Trace, traits: _Traits, kind: str, groups: dict[str, ProcessGroup]) -> ProcessGroup:

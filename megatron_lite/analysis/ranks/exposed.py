@@ -1,5 +1,6 @@
 """Communication of one rank that no compute runs beside, by what it is for. Each moment counts once."""
 
+import enum
 import math
 from collections import Counter, defaultdict
 from collections.abc import Container
@@ -14,38 +15,10 @@ from megatron_lite.analysis.kernels.kernel_words import get_kernel_role
 from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.ranks.calls import POINT_TO_POINT, Calls, What, collect_calls
 from megatron_lite.analysis.ranks.process_groups import is_fully_sharded
-from megatron_lite.analysis.ranks.rank_results import OTHER
+from megatron_lite.analysis.ranks.rank_results import OTHER_KIND
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.mesh_axes import find_dimension
 from megatron_lite.phases import Phase
-
-# what a collective is for; of several under way at once, the first one here is charged
-EXPERTS = "experts"  # of tokens among experts, by a library's names or the group's
-ALL_TO_ALL = "all-to-all"  # of tokens, sequences or rows of embedding tables: the trace does not say
-TENSOR = "tensor"  # among ranks that split layers
-CONTEXT = "context"  # among ranks that split sequences
-FORWARD = "forward"  # a sum in forward of a group without a name
-STAGES = "stages"  # from one rank to another
-OPTIMIZER = "optimizer"  # inside the optimizer's step
-OBJECTS = "objects"  # of pickled Python objects and whole numbers
-VALUES = "values"  # gathers of features, statistics or metrics: ranks hold whole weights
-WEIGHTS = "weights"
-GRADIENTS = "gradients"
-REST = "rest"
-PURPOSES = (
-    EXPERTS,
-    ALL_TO_ALL,
-    TENSOR,
-    CONTEXT,
-    FORWARD,
-    STAGES,
-    WEIGHTS,
-    GRADIENTS,
-    OPTIMIZER,
-    OBJECTS,
-    VALUES,
-    REST,
-)
 
 MANY_SUMS = 2  # times the bytes that are gathered
 _OF_GRADIENTS = (Phase.BACKWARD.value, Phase.GRAD_SYNC.value)
@@ -56,11 +29,28 @@ _WHOLE_NUMBERS = ("long", "longint", "int", "int64", "int32", "short", "shortint
 _BYTES = ("byte", "unsignedchar", "uint8")
 
 
+class Purpose(str, enum.Enum):
+    """Names of what collectives are for; of several under way at once, the first one here is charged."""
+
+    EXPERTS = "experts"  # of tokens among experts, by a library's names or the group's
+    ALL_TO_ALL = "all-to-all"  # of tokens, sequences or rows of embedding tables: the trace does not say
+    TENSOR = "tensor"  # among ranks that split layers
+    CONTEXT = "context"  # among ranks that split sequences
+    FORWARD = "forward"  # a sum in forward of a group without a name
+    STAGES = "stages"  # from one rank to another
+    WEIGHTS = "weights"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"  # inside the optimizer's step
+    OBJECTS = "objects"  # of pickled Python objects and whole numbers
+    VALUES = "values"  # gathers of features, statistics or metrics: ranks hold whole weights
+    REST = "rest"
+
+
 @dataclass(frozen=True)
 class Exposed:
     """Communication for one purpose; means per steady step."""
 
-    purpose: str  # of PURPOSES
+    purpose: Purpose
     ms: float  # while nothing computes
     calls: float
     kinds: tuple[str, ...]  # "dispatch", "all_reduce"; most exposed first
@@ -87,7 +77,7 @@ def measure_exposed(one: RankFacts, world_size: int | None) -> tuple[Exposed, ..
     shared = _find_shared_streams(one, calls)
     taken: Cover = calls.compute
     found = []
-    for purpose in PURPOSES:
+    for purpose in Purpose:
         rows = np.array(purposes.get(purpose, []), np.int64)
         if not len(rows):
             continue
@@ -98,23 +88,23 @@ def measure_exposed(one: RankFacts, world_size: int | None) -> tuple[Exposed, ..
     return tuple(sorted(found, key=lambda part: -part.ms))
 
 
-def _sort_by_purpose(one: RankFacts, calls: Calls) -> dict[str, list[int]]:
+def _sort_by_purpose(one: RankFacts, calls: Calls) -> dict[Purpose, list[int]]:
     """Sort the calls of steady steps by what they are for; indices into `calls`."""
     if not len(calls):
         return {}
     sharded = shows_sharding(one, calls)
-    purposes: dict[str, list[int]] = defaultdict(list)
+    purposes: dict[Purpose, list[int]] = defaultdict(list)
     for at in np.flatnonzero(one.placing.counts[calls.rows]).tolist():
         purpose = find_purpose(calls.whats[at], calls.phase[at], sharded)
         purposes[purpose].append(at)
-    if ALL_TO_ALL in purposes:
-        exchanges = np.array(purposes[ALL_TO_ALL], np.int64)
+    if Purpose.ALL_TO_ALL in purposes:
+        exchanges = np.array(purposes[Purpose.ALL_TO_ALL], np.int64)
         if _surround_attention(one, calls, exchanges):
-            purposes[CONTEXT] += purposes.pop(ALL_TO_ALL)
+            purposes[Purpose.CONTEXT] += purposes.pop(Purpose.ALL_TO_ALL)
     return purposes
 
 
-def find_rows_for(one: RankFacts, purposes: Container[str]) -> Integers:
+def find_rows_for(one: RankFacts, purposes: Container[Purpose]) -> Integers:
     """Collectives of steady steps that are for one of these purposes, by start."""
     calls = collect_calls(one.trace, one.placing, None)
     sharded = shows_sharding(one, calls)
@@ -126,7 +116,7 @@ def find_rows_for(one: RankFacts, purposes: Container[str]) -> Integers:
     return one.in_steady_steps(rows)
 
 
-def find_purpose(what: What, phase: str, sharded: bool | None) -> str:
+def find_purpose(what: What, phase: str, sharded: bool | None) -> Purpose:
     """Find what a collective is for, by its group, kind, numbers and phase.
 
     Args:
@@ -135,32 +125,35 @@ def find_purpose(what: What, phase: str, sharded: bool | None) -> str:
         sharded: whether ranks shard weights, which they then gather; None where the trace does not say.
 
     Returns:
-        One of PURPOSES.
+        Its purpose.
     """
+    kind = what.kind
     dimension = find_dimension(what.group.description)
-    if what.kind in ("dispatch", "combine") or dimension == "expert":
-        return EXPERTS
+    if kind in ("dispatch", "combine") or dimension == "expert":
+        return Purpose.EXPERTS
     if "tensor" in dimension:
-        return TENSOR
+        return Purpose.TENSOR
     if dimension == "context":
-        return CONTEXT
-    if what.kind == "all_to_all":
-        return ALL_TO_ALL
-    if what.kind in POINT_TO_POINT or "pipeline" in dimension:
-        return STAGES
+        return Purpose.CONTEXT
+    if kind == "all_to_all":
+        return Purpose.ALL_TO_ALL
+    if kind in POINT_TO_POINT or "pipeline" in dimension:
+        return Purpose.STAGES
     if phase == Phase.OPTIMIZER_STEP.value:
-        return OPTIMIZER
-    if what.kind == "all_gather":
+        return Purpose.OPTIMIZER
+    if kind == "all_gather":
         if is_of_weights(what.dtype, sharded):
-            return WEIGHTS
-        return OBJECTS if is_of_whole_numbers(what.dtype) else VALUES
-    if what.kind == "reduce_scatter":
-        return GRADIENTS
-    if what.kind == "all_reduce" and phase in _OF_GRADIENTS:
-        return GRADIENTS
-    if what.kind == "all_reduce" and phase == Phase.FORWARD.value:
-        return FORWARD
-    return REST
+            return Purpose.WEIGHTS
+        if is_of_whole_numbers(what.dtype):
+            return Purpose.OBJECTS
+        return Purpose.VALUES
+    if kind == "reduce_scatter":
+        return Purpose.GRADIENTS
+    if kind == "all_reduce" and phase in _OF_GRADIENTS:
+        return Purpose.GRADIENTS
+    if kind == "all_reduce" and phase == Phase.FORWARD.value:
+        return Purpose.FORWARD
+    return Purpose.REST
 
 
 def is_of_weights(dtype: str, sharded: bool | None) -> bool:
@@ -249,7 +242,8 @@ def _find_shared_streams(one: RankFacts, calls: Calls) -> Flags:
     streams, place = np.unique(events.stream[computing], return_inverse=True)
     length_ns = events.end_ns[computing] - events.start_ns[computing]
     of_stream_ns = np.bincount(place, length_ns)
-    main = streams[of_stream_ns >= MIN_COMPUTE_SHARE * of_stream_ns.sum()]
+    least_ns = MIN_COMPUTE_SHARE * of_stream_ns.sum()
+    main = streams[of_stream_ns >= least_ns]
     return np.asarray(np.isin(events.stream[calls.rows], main))
 
 
@@ -273,7 +267,7 @@ def _surround_attention(one: RankFacts, calls: Calls, rows: Integers) -> bool:
     return bool(is_beside.mean() >= MOSTLY_ATTENTION)
 
 
-def _describe(one: RankFacts, calls: Calls, rows: Integers, exposed: Cover, purpose: str, shared: Flags) -> Exposed:
+def _describe(one: RankFacts, calls: Calls, rows: Integers, exposed: Cover, purpose: Purpose, shared: Flags) -> Exposed:
     """Describe the communication for one purpose.
 
     Args:
@@ -296,13 +290,14 @@ def _describe(one: RankFacts, calls: Calls, rows: Integers, exposed: Cover, purp
         phases[calls.phase[at]] += ns
         kernels[kernel] += ns
     [(most_exposed, _)] = kernels.most_common(1)
-    on_compute_stream_ns = float(each[shared[rows]].sum())
+    is_shared = shared[rows]
+    on_compute_stream_ns = float(each[is_shared].sum())
     longest = rows[int(each.argmax())]
     return Exposed(
         purpose=purpose,
         ms=exposed.length / 1e6 / steps,
         calls=len(rows) / steps,
-        kinds=tuple(kind for kind, _ in kinds.most_common() if kind != OTHER),
+        kinds=tuple(kind for kind, _ in kinds.most_common() if kind != OTHER_KIND),
         phases=tuple(phase for phase, _ in phases.most_common()),
         kernel=short_name(most_exposed),
         on_compute_stream_ms=on_compute_stream_ns / 1e6 / steps,

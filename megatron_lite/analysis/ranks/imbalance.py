@@ -22,7 +22,7 @@ MIN_PERIODIC_STEPS = 3  # that are late: any two are at one distance
 MOSTLY_ONE = 0.8  # of the waiting that a rank must cause to be the one of a tail
 MIN_TURN = 0.25  # of an equal share of the waiting that a rank must cause to take part in turns
 ABOVE_USUAL = 3.0  # times the waiting of other steps that late ones must have
-EXPLAINED = 0.8  # of the lateness that longer computing must be to be its cause
+MIN_CAUSE_SHARE = 0.8  # of the time by which a rank is late, that something must take longer to be the cause
 # Without a GPU, other work on the cores delays ranks by chance: late steps must be alike, and cost more
 ON_HOST_SHARE = 0.10  # of the step that late steps must cost
 ON_HOST_SPREAD = 0.75  # standard deviation / mean of late steps, at most
@@ -145,7 +145,7 @@ def _is_computing(compute_ms: Numbers, lost_ms: Numbers, last: Integers, late: F
         own_ms = of_all_ms[last[step]]
         of_others_ms = np.delete(of_all_ms, last[step])
         longer_ms += float(own_ms - np.median(of_others_ms))
-    return bool(longer_ms >= EXPLAINED * lost_ms[late].sum())
+    return bool(longer_ms >= MIN_CAUSE_SHARE * lost_ms[late].sum())
 
 
 def measure_compute(

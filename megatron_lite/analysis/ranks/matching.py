@@ -14,8 +14,8 @@ from megatron_lite.analysis.ranks.process_groups import drop_name
 from megatron_lite.analysis.trace.columns import ProcessGroup
 from megatron_lite.units import significant
 
-MAX_APART = 64  # collectives by which traces of two ranks may begin apart, beyond what they differ in number
-MAX_NAMED = 4
+MAX_OFFSET = 64  # collectives by which traces of two ranks may begin apart, beyond what they differ in number
+MAX_IN_A_NOTE = 4
 MAX_COALESCED = 2**20  # collectives of one sequence number
 MIN_ALIKE = 0.9  # share of pairs of the same kind and size; below it the order is no guide
 
@@ -120,8 +120,8 @@ def _has_too_many(members: Mapping[int, Integers], ranks: Sequence[Calls]) -> bo
 def _describe(group: ProcessGroup) -> str:
     """Name a process group by its ranks, its name or its dimension, whichever is known first."""
     if group.ranks:
-        named = ", ".join(map(str, group.ranks[:MAX_NAMED]))
-        more = len(group.ranks) - MAX_NAMED
+        named = ", ".join(map(str, group.ranks[:MAX_IN_A_NOTE]))
+        more = len(group.ranks) - MAX_IN_A_NOTE
         if more > 0:
             named += f" and {more} more"
         return f"collectives of ranks {named}"
@@ -277,7 +277,7 @@ def _find_shift(one: _Order, other: _Order) -> int | None:
     Of equally good ones it is that where the steps agree best, then that where ends lie closest. None if no position
     fits.
     """
-    reach = MAX_APART + abs(len(one) - len(other))
+    reach = MAX_OFFSET + abs(len(one) - len(other))
     earliest = max(-reach, 1 - len(other))
     latest = min(reach, len(one) - 1)
     scores = {}
@@ -397,8 +397,8 @@ def _describe_corrections(off_ns: Numbers, wrong: Flags, hosts: Sequence[str]) -
         name = hosts[at] or f"rank {at}"
         by_name[name] = off_ns[at] / 1e6
     corrections = [f"{name} by {significant(off_ms, signed=True)} ms" for name, off_ms in by_name.items()]
-    named = ", ".join(corrections[:MAX_NAMED])
-    more = len(corrections) - MAX_NAMED
+    named = ", ".join(corrections[:MAX_IN_A_NOTE])
+    more = len(corrections) - MAX_IN_A_NOTE
     if more > 0:
         named += f" and {more} more"
     return f"clocks differ, and were aligned at the ends of collectives: {named}"

@@ -11,7 +11,7 @@ import numpy as np
 from megatron_lite.analysis.intervals import Integers
 from megatron_lite.analysis.ranks.calls import POINT_TO_POINT, Calls, What
 from megatron_lite.analysis.ranks.process_groups import drop_name
-from megatron_lite.analysis.ranks.rank_results import OTHER, Disorder
+from megatron_lite.analysis.ranks.rank_results import OTHER_KIND, Disorder
 from megatron_lite.analysis.trace.columns import ProcessGroup
 from megatron_lite.units import size
 
@@ -166,7 +166,7 @@ def _find_difference(first: list[Key], other: list[Key]) -> int | None:
             return place
         kind = key[0]
         other_kind = other_key[0]
-        if kind != other_kind and OTHER not in (kind, other_kind):
+        if kind != other_kind and OTHER_KIND not in (kind, other_kind):
             return place
     return None
 

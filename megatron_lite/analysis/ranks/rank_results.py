@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from megatron_lite.units import significant
 
-MAX_NAMED = 8
+MAX_NAMED_MISSING = 8
 OFTEN = 0.5  # of the steps: ranks that are late in fewer are late at times
-OTHER = "other"  # the kind of a collective whose names no pattern knows
+OTHER_KIND = "other"  # the kind of a collective whose names no pattern knows
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,8 @@ class RankComparison:
         last = self.missing[-1]
         if number > 1 and last - first == number - 1:
             return f"{first} to {last}"
-        named = ", ".join(map(str, self.missing[:MAX_NAMED]))
-        return f"{named} ..." if number > MAX_NAMED else named
+        named = ", ".join(map(str, self.missing[:MAX_NAMED_MISSING]))
+        return f"{named} ..." if number > MAX_NAMED_MISSING else named
 
 
 def describe_imbalance(found: Imbalance) -> str:

@@ -8,18 +8,17 @@ import numpy as np
 
 from megatron_lite.analysis.intervals import Numbers
 from megatron_lite.analysis.rank_facts import RankFacts
-from megatron_lite.analysis.ranks.imbalance import find_imbalance
+from megatron_lite.analysis.ranks.imbalance import MIN_CAUSE_SHARE, find_imbalance
 from megatron_lite.analysis.ranks.rank_results import Imbalance, RankRow, Straggler
 from megatron_lite.analysis.ranks.waits import Waits
 from megatron_lite.analysis.time.time_results import RankTime
 from megatron_lite.phases import Phase
+from megatron_lite.thresholds import SHARE_OF_STEP
 
-SHARE_OF_STEP = 0.02  # that others must wait for one rank, or it does not matter; as in the trainer's own line
-EXPLAINED = 0.8  # of the lag that a cause must be
 NEARLY = 0.2  # of the lag, that a rank which comes nearly as late waits at most
 BEYOND_CHANCE = 4 / 3  # times the share of all waiting that a rank would cause if all were alike
-MIN_SHARE = 0.5  # of all waiting that the rank must cause, however many ranks there are
-MAX_SHARE = 0.9  # and that suffices, however few
+MIN_WAITING_SHARE = 0.5  # of all waiting that the rank must cause, however many ranks there are
+MAX_WAITING_SHARE = 0.9  # and that suffices, however few
 STANDARD_ERRORS = 2.0  # that the mean over steps must be above nothing
 
 CAUSES = {  # rows of a step
@@ -66,7 +65,7 @@ def find_straggler(rows: Sequence[RankRow], times: Sequence[RankTime], lateness_
     lag_ms = max(caused_ms)
     late = caused_ms.index(lag_ms)
     least_ms = SHARE_OF_STEP * median(row.step_ms for row in rows)
-    least_share = min(max(MIN_SHARE, BEYOND_CHANCE / len(rows)), MAX_SHARE)
+    least_share = min(max(MIN_WAITING_SHARE, BEYOND_CHANCE / len(rows)), MAX_WAITING_SHARE)
     if lag_ms < least_ms or lag_ms < least_share * sum(caused_ms):
         return None
     if not _is_usually_above(lateness_ms[late], least_ms):
@@ -156,7 +155,7 @@ def _find_excess(quantities: Sequence[Mapping[str, float]], late: int, lag_ms: f
         own_ms = of_ranks_ms.pop(late)
         excess_ms[name] = own_ms - median(of_ranks_ms)
     most = max(excess_ms, key=lambda name: excess_ms[name], default="")
-    if not most or excess_ms[most] < EXPLAINED * lag_ms:
+    if not most or excess_ms[most] < MIN_CAUSE_SHARE * lag_ms:
         return "", 0.0
     return most, excess_ms[most]
 

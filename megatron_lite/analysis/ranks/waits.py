@@ -228,11 +228,12 @@ def _add_caused(
     waited = np.stack(columns, axis=1)
     for column, at in enumerate(members):
         is_last = waits.last == column
-        own = waited[is_last, column]
-        of_others = np.delete(waited[is_last], column, axis=1)
+        of_all = waited[is_last]
+        of_others = np.delete(of_all, column, axis=1)
         usual = np.median(of_others, axis=1)
-        inherited = np.maximum(own - usual, 0)
-        own_lag = np.maximum(waits.lag[is_last] - inherited, 0)
+        inherited = np.maximum(of_all[:, column] - usual, 0)
+        lag = waits.lag[is_last]
+        own_lag = np.maximum(lag - inherited, 0)
         slot = waits.slot[is_last, column]
         np.add.at(found.caused_ms[at], slot, own_lag / 1e6)
         place = (group.members[None, :], slot[:, None])

@@ -11,11 +11,10 @@ import numpy as np
 
 from megatron_lite.analysis.intervals import Flags, Integers
 from megatron_lite.analysis.time.range_names import is_backward
-from megatron_lite.analysis.time.time_results import PhaseRanges
+from megatron_lite.analysis.time.time_results import NEVER_NS, PhaseRanges
 from megatron_lite.analysis.trace.columns import Kind, Trace
 
 COMPILED_FORWARD = re.compile(r"CompiledFunction$")
-NEVER_NS = np.iinfo(np.int64).max
 
 
 def find_closures(

@@ -15,7 +15,7 @@ from megatron_lite.analysis.time.range_names import (
     is_backward,
     is_phase,
 )
-from megatron_lite.analysis.trace.columns import Kind, Trace
+from megatron_lite.analysis.trace.columns import HOST_KINDS, Kind, Trace
 from megatron_lite.phase_names import find_meaning, find_step_family
 from megatron_lite.phases import Phase
 from megatron_lite.units import counted
@@ -29,7 +29,6 @@ MIN_COVERED = 0.5  # of its thread's time, by a range that repeats and so may be
 MIN_TIMES = 2  # a range that comes once repeats nothing
 WHOLE_TRACE = "whole trace"  # the name of the only step of a trace without any
 NO_MARKS = "no step marks (ProfilerStep#N)"
-HOST_KINDS = (Kind.OP, Kind.ANNOTATION, Kind.RUNTIME, Kind.PYTHON)
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,13 @@ from megatron_lite.analysis.time.find_phases import find_phases
 from megatron_lite.analysis.time.host_causes import explain_paying_steps
 from megatron_lite.analysis.time.host_steps import HostSteps, find_host_steps
 from megatron_lite.analysis.time.sites import is_program_frame
-from megatron_lite.analysis.time.time_results import Placing, Step
+from megatron_lite.analysis.time.time_results import NEVER_NS, Placing, Step
 from megatron_lite.analysis.trace.columns import Kind, Trace
 from megatron_lite.analysis.trace.launches import find_launch_call
 from megatron_lite.phases import Phase
 
 LONGER = 1.25  # a first or last step so much longer than the median of the others pays for the profiler
 ENOUGH = 3  # complete steps: then the window's first one is not needed
-NEVER_NS = np.iinfo(np.int64).max
 NO_WORK = "no work in it"
 CUT = "the trace ends in it"
 FEWER_EVENTS = "fewer events than the others"

@@ -31,6 +31,7 @@ class Step:
 
 
 NO_PHASE = "outside of all phases"
+NEVER_NS = np.iinfo(np.int64).max  # later than any event
 MIN_STRETCH_MS = 1.0  # without an operator: calling one takes a twentieth of that, with a profiler and stacks too
 
 # Where a step goes, in the order of a report. Rows sum to the step exactly.

@@ -54,6 +54,7 @@ class Kind(enum.IntEnum):
 
 
 DEVICE_KINDS = (Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET)
+HOST_KINDS = (Kind.OP, Kind.ANNOTATION, Kind.RUNTIME, Kind.PYTHON)
 # The name of a KERNEL that stands for a whole CUDA graph, of whose kernels the writer says nothing.
 WHOLE_GRAPH = re.compile(r"CUDA graph -?\d+$")
 

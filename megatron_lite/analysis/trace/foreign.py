@@ -23,8 +23,8 @@ OF_TORCH = re.compile(
     rb'|ProfilerStep#|"Ascend Hardware"|"aten::|"(CPU|CUDA) functions"'
 )
 CATEGORY = re.compile(rb'"cat"\s*:\s*"([^"\\]{0,80})"')
-MAX_NAMED = 4  # categories in a message
-UNKNOWN = "a Chrome trace that PyTorch did not write"
+MAX_NAMED_CATEGORIES = 4  # in a message
+NOT_PYTORCH = "a Chrome trace that PyTorch did not write"
 
 
 @dataclass(frozen=True)
@@ -96,11 +96,11 @@ def describe_unknown(categories: Iterable[str]) -> str:
     """Describe a Chrome trace that PyTorch did not write, by categories that torch.profiler has not."""
     names = sorted(filter(None, categories))
     if not names:
-        return f"{UNKNOWN}: its events have no category of torch.profiler"
-    shown = ", ".join(names[:MAX_NAMED])
-    if len(names) > MAX_NAMED:
-        shown += f" and {len(names) - MAX_NAMED} more"
-    return f"{UNKNOWN}: torch.profiler has none of its categories ({shown})"
+        return f"{NOT_PYTORCH}: its events have no category of torch.profiler"
+    shown = ", ".join(names[:MAX_NAMED_CATEGORIES])
+    if len(names) > MAX_NAMED_CATEGORIES:
+        shown += f" and {len(names) - MAX_NAMED_CATEGORIES} more"
+    return f"{NOT_PYTORCH}: torch.profiler has none of its categories ({shown})"
 
 
 def any_known(categories: Iterable[str], processes: Iterable[object]) -> bool:

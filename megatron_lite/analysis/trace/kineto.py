@@ -31,9 +31,9 @@ from megatron_lite.analysis.trace.diagnostics import read_warnings, tells_of_los
 from megatron_lite.analysis.trace.foreign import find_foreign
 from megatron_lite.analysis.trace.kineto_json import (
     NO_ARGS,
-    Args,
     Chunks,
     Event,
+    EventArgs,
     ExactEvent,
     Id,
     read_metadata,
@@ -70,7 +70,7 @@ COLUMNS = {
     "sequence": np.int64,
     "forward_thread": np.int64,
 }
-Ask = Callable[[list[Args]], list[int | None]]
+Ask = Callable[[list[EventArgs]], list[int | None]]
 # the arguments of events by column; asking in a list of its own is faster than any getattr
 ARGS: dict[str, Ask] = {
     "device": lambda args: [a.device for a in args],
@@ -179,7 +179,7 @@ class Collected:
             columns["correlation"] = np.where(is_given, connections, columns["correlation"])
         return columns
 
-    def _read_arguments(self, columns: Columns, args: list[Args]) -> None:
+    def _read_arguments(self, columns: Columns, args: list[EventArgs]) -> None:
         """Write into `columns` the arguments that each kind of event has."""
         kind = kinds_of_categories(self.categories)[columns["category"]]
         for kinds, names in ARGS_OF_KINDS.items():
@@ -191,7 +191,7 @@ class Collected:
             for name in names:
                 columns[name][is_own] = self._read_argument(name, own)
 
-    def _read_argument(self, name: str, args: list[Args]) -> ArrayLike:
+    def _read_argument(self, name: str, args: list[EventArgs]) -> ArrayLike:
         """The values of one column in the arguments of some events."""
         if name == "shapes":
             return self._number_shapes(args)
@@ -199,7 +199,7 @@ class Collected:
             return self._number_collectives(args)
         return _integers(ARGS[name](args))
 
-    def _number_shapes(self, args: list[Args]) -> ArrayLike:
+    def _number_shapes(self, args: list[EventArgs]) -> ArrayLike:
         """The numbers of the events' shapes; -1 for an event without any."""
         # local names: this runs for every operator of a trace
         known = self.shapes
@@ -215,7 +215,7 @@ class Collected:
                 numbers.append(-1)
         return np.array(numbers, np.int32)
 
-    def _number_collectives(self, args: list[Args]) -> ArrayLike:
+    def _number_collectives(self, args: list[EventArgs]) -> ArrayLike:
         """The numbers of the events' collectives; -1 for an event that says nothing of one."""
         numbers = []
         for a in args:
@@ -225,7 +225,7 @@ class Collected:
                 numbers.append(self._number_collective(a))
         return numbers
 
-    def _number_collective(self, a: Args) -> int:
+    def _number_collective(self, a: EventArgs) -> int:
         """The number of the collective that the arguments tell of."""
         collective = Collective(
             name=a.collective,

@@ -24,7 +24,7 @@ Id = int | str | None
 Count = int | None
 
 
-class Args(msgspec.Struct, gc=False, frozen=True):
+class EventArgs(msgspec.Struct, gc=False, frozen=True):
     """The arguments that the analysis uses; each kind of event has a few of them. -1: not given."""
 
     device: Count = -1
@@ -55,7 +55,7 @@ class Args(msgspec.Struct, gc=False, frozen=True):
     label: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="name")  # of metadata
 
 
-NO_ARGS = Args()
+NO_ARGS = EventArgs()
 
 
 class Entry(msgspec.Struct, gc=False):
@@ -67,7 +67,7 @@ class Entry(msgspec.Struct, gc=False):
     pid: Id = None
     tid: Id = None
     dur: float | None = None
-    args: Args | None = NO_ARGS
+    args: EventArgs | None = NO_ARGS
 
 
 class FloatEvent(Entry, gc=False):
@@ -110,7 +110,7 @@ def read_text(raw: msgspec.Raw) -> str:
 
 _float_events = msgspec.json.Decoder(list[FloatEvent], strict=False)
 _exact_events = msgspec.json.Decoder(list[ExactEvent], strict=False)
-_ARGS = {field.encode_name: field for field in msgspec.structs.fields(Args)}
+_ARGS = {field.encode_name: field for field in msgspec.structs.fields(EventArgs)}
 _TEXTS = ("collective", "dtype", "group")
 _NO_NUMBER = re.compile(rb'":(\s*)-?(?:nan|inf|NaN|Infinity)(?:\([a-z0-9]*\))?(?=\s*[,}])')
 _ESCAPE = re.compile(rb'\\(["\\/bfnrt]|u[0-9a-fA-F]{4})?')
@@ -176,7 +176,7 @@ def decode_event(text: bytes) -> Event | None:
         tid=_fit_id(entry.get("tid")),
         ts=_number(entry.get("ts")),
         dur=_number(entry.get("dur")),
-        args=_fit_args(args) if isinstance(args, dict) else Args(),
+        args=_fit_args(args) if isinstance(args, dict) else EventArgs(),
     )
 
 
@@ -187,13 +187,13 @@ def _fit_id(value: Any) -> Id:
     return str(value)
 
 
-def _fit_args(args: dict[str, Any]) -> Args:
+def _fit_args(args: dict[str, Any]) -> EventArgs:
     """The known ones of the arguments, which may be of any type."""
     fitted = {}
     for key, value in args.items():
         if key in _ARGS:
             fitted[_ARGS[key].name] = _fit_value(value, _ARGS[key])
-    return Args(**fitted)
+    return EventArgs(**fitted)
 
 
 def _fit_value(value: Any, field: msgspec.structs.FieldInfo) -> Any:

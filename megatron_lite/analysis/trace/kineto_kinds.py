@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megatron_lite.analysis.intervals import Flags, Integers
 from megatron_lite.analysis.trace.accelerators import find_accelerator, find_track_owner
-from megatron_lite.analysis.trace.columns import DEVICE_KINDS, Kind
+from megatron_lite.analysis.trace.columns import DEVICE_KINDS, HOST_KINDS, Kind
 from megatron_lite.analysis.trace.kineto_json import NO_ARGS, Event, Id, Metadata, read_text
 
 # libkineto/src/ActivityType.cpp, and those of its first releases (2021), which were capitalized; then those of tools
@@ -68,8 +68,7 @@ NO_WORK_CATEGORIES = re.compile(
     r"collective_comm|\w*counters?$|\w*_profiler(_range)?$|mtia_insight|osrt"
 )
 NO_WORK_PROCESSES = re.compile(r"Overlap Analysis|CANN|HCCL|Communication|Python GC|Traces|Spans|AI Core|MindStudio")
-HOST_KINDS = (Kind.OP, Kind.ANNOTATION, Kind.RUNTIME, Kind.PYTHON)
-MIN_SHARE = 0.05  # of the trace's time, by a track that nobody reads and that may matter
+MIN_UNREAD_SHARE = 0.05  # of the trace's time, by a track that nobody reads and that may matter
 MAX_TEXT = 60
 MAX_SENTENCES = 5
 HCCL_STREAMS = 1 << 20  # added to the streams of Ascend's communication, whose numbers are others than those of tasks
@@ -353,7 +352,7 @@ def _find_unread(
             continue
         owner = find_track_owner(f"{process} {said}")
         pid, tid = threads[unread.thread]
-        is_long = unread.share >= MIN_SHARE
+        is_long = unread.share >= MIN_UNREAD_SHARE
         if owner or (is_long and read.leaves_out(unread.thread, pid)):
             where = process or tracks.threads.get((pid, tid)) or f"{pid}, {tid}"
             counted[_describe_track(owner, where, said)] += unread.events

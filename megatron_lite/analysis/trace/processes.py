@@ -15,21 +15,21 @@ from numpy.typing import NDArray
 from megatron_lite.analysis.intervals import Flags, Integers, Numbers
 from megatron_lite.analysis.trace.columns import DEVICE_KINDS, Events, Kind, Trace, make_no_memory_events
 
-MIN_SHARE = 0.01  # of the largest process' operators: less is no rank of a job
+MIN_RANK_SHARE = 0.01  # of the largest process' operators: less is no rank of a job
 CLEARLY = 0.2  # by so much of a device's work one process' calls must fit better than any other's
 MIN_FITTING = 0.5  # of a device's work
 MIN_TOLD_APART = 0.9  # of the work that several processes share a device's id for
 _DIMENSION = re.compile(r"(?<![a-z])(rank|tp|dp|pp|ep|cp)[ _:#-]*0*(\d{1,6})", re.IGNORECASE)
 _LAST_NUMBER = re.compile(r"\d+\s*$")
 _STEP = re.compile(r"ProfilerStep#\d+$")
-UNKNOWN = -1
+NO_PROCESS = -1
 
 
 @dataclass(frozen=True)
 class Owners:
     """Processes that the events belong to."""
 
-    process: Integers  # int64 [n], index; UNKNOWN for none
+    process: Integers  # int64 [n], index; NO_PROCESS for none
     doubt: str = ""  # why work of devices may be another process'; "" if it is certain
 
 
@@ -76,7 +76,7 @@ def _sort_key(pid: str) -> tuple[str, int]:
     """Key that orders ids by what stands before their number, then by it."""
     number = _LAST_NUMBER.search(pid)
     before = _LAST_NUMBER.sub("", pid)
-    return before, int(number[0]) if number else UNKNOWN
+    return before, int(number[0]) if number else NO_PROCESS
 
 
 def _find_processes(trace: Trace, pid: Integers, count: int) -> list[int]:
@@ -91,7 +91,7 @@ def _find_processes(trace: Trace, pid: Integers, count: int) -> list[int]:
     if not operators.any():
         operators = count_by_pid(Kind.ANNOTATION)
     calls = count_by_pid(Kind.RUNTIME)
-    is_process = operators >= max(1, MIN_SHARE * operators.max(initial=0))
+    is_process = operators >= max(1, MIN_RANK_SHARE * operators.max(initial=0))
     if calls.any():
         is_process &= calls > 0
     found: list[int] = np.flatnonzero(is_process).tolist()
@@ -131,7 +131,7 @@ def _find_owners(
     """
     process = _find_owners_of_ids(names, found)[pid]
     on_device = np.isin(trace.events.kind, (*DEVICE_KINDS, Kind.SYNC, Kind.GPU_ANNOTATION))
-    is_loose = on_device & (process == UNKNOWN)
+    is_loose = on_device & (process == NO_PROCESS)
     groups = []
     for number in np.unique(pid[is_loose]).tolist():
         groups.append(np.flatnonzero(on_device & (pid == number)))
@@ -143,7 +143,7 @@ def _find_owners(
     shares = [_measure_fitting(fits, rows[is_work[rows]]) for rows in groups]
     chosen = _choose_processes(np.stack(shares))
     doubt = ""
-    is_unknown = chosen == UNKNOWN
+    is_unknown = chosen == NO_PROCESS
     if is_unknown.any() and len(groups) == len(found):
         # by order: the first process of a machine drives its first device
         chosen[is_unknown] = np.setdiff1d(np.arange(len(found)), chosen)
@@ -151,7 +151,7 @@ def _find_owners(
             "device work is assigned to processes in the order of their ids: "
             "the launch calls of several match it equally well"
         )
-    if (chosen == UNKNOWN).any():
+    if (chosen == NO_PROCESS).any():
         return _tell_apart_by_call(process, np.concatenate(groups), fits, is_work)
     for rows, number in zip(groups, chosen.tolist()):
         process[rows] = number
@@ -159,10 +159,10 @@ def _find_owners(
 
 
 def _find_owners_of_ids(names: list[str], found: list[int]) -> Integers:
-    """Find for each id (int64 [ids]) the only process whose id has the same text before its number; else UNKNOWN."""
+    """Find for each id (int64 [ids]) the only process whose id has the same text before its number; else NO_PROCESS."""
     prefixes = [_LAST_NUMBER.sub("", name).strip() for name in names]
     own_prefixes = [prefixes[number] for number in found]
-    owner = np.full(len(names), UNKNOWN)
+    owner = np.full(len(names), NO_PROCESS)
     for number, prefix in enumerate(prefixes):
         if prefix and own_prefixes.count(prefix) == 1:
             owner[number] = own_prefixes.index(prefix)
@@ -202,7 +202,7 @@ def _find_fitting(trace: Trace, is_host: Flags) -> Flags:
 
 
 def _choose_processes(shares: Numbers) -> Integers:
-    """Choose the process whose calls fit each device's work clearly best: int64 [groups]; UNKNOWN where none does.
+    """Choose the process whose calls fit each device's work clearly best: int64 [groups]; NO_PROCESS where none does.
 
     Where there are as many devices as processes, each process drives one: what is taken by one device is not asked
     again.
@@ -211,14 +211,14 @@ def _choose_processes(shares: Numbers) -> Integers:
         shares: [groups, processes] of each device's work that the process' calls fit.
     """
     one_each = shares.shape[0] == shares.shape[1]
-    chosen = np.full(len(shares), UNKNOWN)
+    chosen = np.full(len(shares), NO_PROCESS)
     free = np.ones(shares.shape[1], bool)
     found_more = True
     while found_more:
         found_more = False
-        for group in np.flatnonzero(chosen == UNKNOWN).tolist():
+        for group in np.flatnonzero(chosen == NO_PROCESS).tolist():
             best = _find_clearly_best(shares[group], np.flatnonzero(free))
-            if best != UNKNOWN:
+            if best != NO_PROCESS:
                 chosen[group] = best
                 free[best] = not one_each
                 found_more = True
@@ -226,7 +226,7 @@ def _choose_processes(shares: Numbers) -> Integers:
 
 
 def _find_clearly_best(shares: Numbers, candidates: Integers) -> int:
-    """The process among the candidates whose calls fit clearly more of a device's work; UNKNOWN for none.
+    """The process among the candidates whose calls fit clearly more of a device's work; NO_PROCESS for none.
 
     shares: [processes].
     """
@@ -235,7 +235,7 @@ def _find_clearly_best(shares: Numbers, candidates: Integers) -> int:
     best, *others = shares[ordered].tolist()
     next_best = max(others, default=0.0)
     if best < MIN_FITTING or best - next_best < CLEARLY:
-        return UNKNOWN
+        return NO_PROCESS
     return int(ordered[0])
 
 

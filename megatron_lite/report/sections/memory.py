@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megatron_lite.analysis.memory.memory_results import OUTSIDE, Layer, LedgerRow, Snapshot, TraceMemory
+from megatron_lite.analysis.memory.memory_results import OUTSIDE, Layer, MeasuredCategory, Snapshot, TraceMemory
 from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.run_facts import Compared, ComparedMemory, ComparedTime, Facts
 from megatron_lite.report import palette
@@ -92,7 +92,7 @@ def _name_other_peaks(facts: Facts, shown: Snapshot) -> list[str]:
     return [f"peaks of others: {', '.join(named)}"] if named else []
 
 
-def _build_ledger(rows: Sequence[LedgerRow], everything: bool) -> tuple[Table, list[str]]:
+def _build_ledger(rows: Sequence[MeasuredCategory], everything: bool) -> tuple[Table, list[str]]:
     """Build the table of formulas beside measurements, and name the categories in which they agree.
 
     Args:
