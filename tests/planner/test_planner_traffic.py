@@ -9,6 +9,7 @@ from support.exchanges import count_exchanges
 from support.wording import wording
 
 from megatron_lite.config.world import World
+from megatron_lite.formats.hardware import CUBLAS_WORKSPACE
 from megatron_lite.mesh_axes import CONTEXT, CONTEXT_HEADS, CONTEXT_POSITIONS, DATA, PIPELINE, TENSOR
 from megatron_lite.planner.find_processors import find_processor
 from megatron_lite.planner.traffic import (
@@ -20,6 +21,7 @@ from megatron_lite.planner.traffic import (
     find_members,
     find_route,
 )
+from megatron_lite.planner.walk.walk_steps import walk_plan
 
 MODEL = (
     "--num-layers 2 --num-attention-heads 8 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 1 --bf16 "
@@ -62,6 +64,14 @@ def test_the_formula_is_what_the_real_step_exchanges(words, ranks):
             found = Counter({key: times for key, times in found.items() if (*key[:2], times) != (TENSOR, REDUCE, 1)})
         # ZeRO-3: the final norm counts as a part of each layer
         assert found == pytest.approx(expected, rel=0.001), one.stage
+
+
+@pytest.mark.parametrize("words", [ZERO1, ZERO3, f"{TP2} {SP}"])
+def test_the_walk_counts_what_the_last_step_exchanges(words):
+    """As the first one does."""
+    given = plan(f"{MODEL} --global-batch-size 4 {words}", node(2))
+    first, second = (walk_plan(given, steps, CUBLAS_WORKSPACE).collectives for steps in (1, 2))
+    assert first == second != ()
 
 
 def _count_times(group: str, kind: str, num_bytes: int, times: int) -> dict[tuple[str, str, int], int]:
