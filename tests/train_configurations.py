@@ -8,15 +8,14 @@ one replica is left out. Each is a line: its ranks, its last loss, or what it en
 
 import argparse
 import math
-import os
 import re
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from support.launch import pretrain
 from support.megatron_functional import Configuration, read_configurations, write_words
 from support.paths import REPO
 
@@ -125,18 +124,12 @@ def reduce_experts(one: Configuration, layers: int) -> dict[str, object]:
 
 def train(one: Configuration, folder: Path) -> tuple[int, str]:
     """(exit code, last loss or last line) of a short run."""
-    ranks = count_ranks(one)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPO)}
-    command = [*launcher, str(REPO / "pretrain_gpt.py"), *reduce_sizes(one)]
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
-    found = re.findall(r"lm loss: ([\d.E+-]+)", done.stdout)
-    errors = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("error:")]
-    if done.returncode == 0 and len(found) == 3:
+    done = pretrain(reduce_sizes(one), ranks=count_ranks(one), cwd=folder, seconds=LIMIT_S)
+    found = re.findall(r"lm loss: ([\d.E+-]+)", done.out)
+    errors = [line for line in (done.out + done.err).splitlines() if line.startswith("error:")]
+    if done.code == 0 and len(found) == 3:
         return 0, f"loss {float(found[0]):.4f} -> {float(found[-1]):.4f}"
-    return done.returncode or 1, "; ".join(errors) or (done.stdout + done.stderr)[-400:].replace("\n", " | ")
+    return done.code or 1, "; ".join(errors) or (done.out + done.err)[-400:].replace("\n", " | ")
 
 
 def main() -> int:

@@ -18,6 +18,7 @@ from pathlib import Path
 LAUNCHER = "torch.distributed.run"
 IMPORTED = (  # all that usual runs and their launchers come to import
     "megatron_lite.app",
+    "megatron_lite.run_planner",
     "torch._dynamo",
     "megatron_lite.checkpoint.megatron_dist",
     "torch.distributed.checkpoint",
