@@ -1,10 +1,10 @@
 """Jobs of different models are not compared as if they did the same work; a changed run of one model is."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
+import torch
 from support.training_maker import gpu, ordinary_steps
 from support.wording import wording
 
@@ -13,17 +13,18 @@ from megatron_lite.analysis.compare.compare import compare
 from megatron_lite.analysis.compare.models import object_to_models
 from megatron_lite.cli.main import main
 from megatron_lite.errors import ConfigError
+from megatron_lite.watch.profiler import Profiler
 
-SCRIPT = """
-import sys, torch
-width = int(sys.argv[1])
-model = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.Linear(width, 8))
-optimizer = torch.optim.SGD(model.parameters(), lr=float(sys.argv[2]))
-for _ in range(8):
-    optimizer.zero_grad()
-    model(torch.ones(4, 8)).sum().backward()
-    optimizer.step()
-"""
+
+def train_watched(folder: str, width: int, rate: float):
+    """Steps of a loop that is not this trainer's."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.Linear(width, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    with Profiler(folder, steps=range(3, 6)):
+        for _ in range(8):
+            optimizer.zero_grad()
+            model(torch.ones(4, 8)).sum().backward()
+            optimizer.step()
 
 
 def write_run(folder: Path, parameters: int, ranks: int = 1) -> Path:
@@ -85,12 +86,10 @@ def test_shapes_of_weights_tell_models_of_traces_apart(tmp_path, widths, differ)
     assert bool(object_to_models(mine, theirs)) is differ
 
 
-def test_watched_scripts_are_compared_if_they_train_the_same_model(tmp_path, monkeypatch, capfd):
+def test_watched_loops_are_compared_if_they_train_the_same_model(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    Path("x.py").write_text(SCRIPT)
     for name, width, rate in (("a", 16, 0.1), ("b", 16, 0.2), ("c", 32, 0.1)):
-        words = ["watch", "--steps", "3:6", "--no-report", "--run-dir", name, sys.executable, "x.py"]
-        assert main([*words, str(width), str(rate)]) == 0
+        train_watched(name, width, rate)
     capfd.readouterr()
     assert json.loads(Path("a/run.json").read_text())["updated"] == {"parameters": 8 * 16 + 16 + 16 * 8 + 8, "ranks": 1}
     assert main(["compare", "a", "b"]) == 0
