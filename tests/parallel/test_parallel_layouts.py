@@ -14,6 +14,7 @@ from layout_table import (
     BUBBLE,
     CHUNKS,
     CP2,
+    FEWER_BATCHES,
     LAYOUTS,
     LLAMA,
     PP2,
@@ -77,7 +78,7 @@ def slowly(*cases: tuple) -> list:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    return run_cases(tmp_path_factory.mktemp("sharded"), QUICK)
+    return run_cases(tmp_path_factory.mktemp("sharded"), QUICK, FEWER_BATCHES)
 
 
 @pytest.mark.parametrize(("model", "layout"), QUICK)

@@ -18,6 +18,7 @@ from support.launch import (
     plan_of,
     train_all,
     write_documents,
+    write_no_tables,
 )
 
 from megatron_lite.data.batch import make_batch
@@ -57,6 +58,7 @@ def run_all(world, scenarios: str):
         return dropped
 
     torch.nn.Dropout.forward = forward
+    write_no_tables()
     train_all(world, scenarios)
     half = len(masks) // 2
     for first in (0, half):
@@ -108,8 +110,9 @@ def runs(tmp_path_factory, outputs):
     data = write_documents(folder / "data", [2, 30, 3, 3, 3, 3, 50, 1, 1, 1, 1, 1, 40] * 20)
     scenarios = {}
     for name, words in (GRADIENT | DROPPING | PROFILED).items():
-        words = f"--train-iters 6 --global-batch-size 8 {words} {WINDOW if name in PROFILED else ''}"
-        scenarios[name] = flags(words, "--save", Path(name), data=data if name in GRADIENT else None)
+        words = f"--train-iters 5 --global-batch-size 8 {words} {WINDOW if name in PROFILED else ''}"
+        saves = ["--save", Path(name)] if name in GRADIENT else []
+        scenarios[name] = flags(words, *saves, data=data if name in GRADIENT else None)
     (folder / "scenarios.json").write_text(json.dumps(scenarios))
     outputs += on_ranks(run_all, folder / "2", str(folder / "scenarios.json"))
     return folder
