@@ -59,6 +59,8 @@ class LayoutRecord(msgspec.Struct, frozen=True):
     tensor: Size | None = None
     # ranks that share the positions of each sequence
     context: Size | None = None
+    # of those, neighbors that exchange attention heads with --cp-comm-type a2a+p2p; 1 elsewhere
+    inner_context: Size | None = None
     # ranks that share each batch
     data: Size | None = None
     # ranks that have some of the layers each
