@@ -63,7 +63,11 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 def pytest_collection_modifyitems(items):
-    """Files with slow tests first: where files are dealt out to processes, the long ones come early."""
+    """Long files first: where files are dealt out to processes, one that comes last keeps a single process busy.
+
+    Those with slow tests, then folders from the last on: train, parallel and planner before analysis, whose files are short.
+    """
+    items.sort(key=lambda item: item.path.parent, reverse=True)
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
@@ -80,6 +84,16 @@ def process_group():
     from support.launch import alone
 
     with alone():
+        yield
+
+
+@pytest.fixture(scope="module")
+def without_tables():
+    """Profiles of this process have no table of operators: torch averages them for longer than such a run trains."""
+    from megatron_lite.instruments.torch_profiler import TorchProfiler
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TorchProfiler, "_write_table", lambda self, profiler: "no table")
         yield
 
 

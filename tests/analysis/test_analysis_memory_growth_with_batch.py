@@ -23,7 +23,7 @@ KINDS = {
 def walk(tmp_path, kind: str, micro_batch: int) -> Snapshot:
     """The snapshot of a walked step, as if a GPU had recorded it."""
     shape = (
-        f"--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 256 --micro-batch-size {micro_batch}"
+        f"--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 256 --micro-batch-size {micro_batch}"
     )
     plan = plan_of(flags(shape, "--max-position-embeddings 256 --bf16 --global-batch-size 8", KINDS[kind]))
     path = tmp_path / f"{micro_batch}.pickle"

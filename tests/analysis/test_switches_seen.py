@@ -8,7 +8,7 @@ import pytest
 import torch._dynamo
 from support.launch import alone, flags, quietly, steps
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_tables")]
 
 SIZE = (
     "--num-layers 6 --hidden-size 128 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256 "

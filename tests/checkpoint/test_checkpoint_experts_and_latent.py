@@ -1,5 +1,7 @@
 """Checkpoints of mixtures of experts, latent attention and multi-token prediction, from Megatron-Core and to it."""
 
+from collections.abc import Iterable
+
 import pytest
 from support.expert_variants import EXPERT_VARIANTS
 from support.latent_variants import LATENT_VARIANTS
@@ -22,11 +24,19 @@ LATENT = {"queries of hidden states": "", "gpt": "", "yarn": "", "deepseek": "--
 VARIANTS = {f"experts, {name}": (EXPERT_VARIANTS[name], words) for name, words in EXPERTS.items()}
 VARIANTS |= {f"further tokens, {name}": (MULTI_TOKEN_VARIANTS[name], "") for name in MULTI_TOKEN_VARIANTS}
 VARIANTS |= {f"latent attention, {name}": (LATENT_VARIANTS[name], words) for name, words in LATENT.items()}
+# in 16 bits all variants have the same masters and moments: one of a kind is enough but for the slow tests
+IN_16_BITS = ("experts, deepseek", "further tokens, untied", "latent attention, yarn")
+
+
+def cross_precisions(variants: Iterable[str]) -> list:
+    """Each variant with both precisions."""
+    slow = {name: [] if name in IN_16_BITS else pytest.mark.slow for name in variants}
+    in_bf16 = [pytest.param(name, "bf16", marks=slow[name]) for name in variants]
+    return [*((name, "fp32") for name in variants), *in_bf16]
 
 
 @pytest.mark.usefixtures("ended_managers", "writer_on_cpu")
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("variant", "precision"), cross_precisions(VARIANTS))
 def test_what_megatron_saved_is_read_by_name(variant, precision, tmp_path):
     shape, words = VARIANTS[variant]
     theirs = Theirs(plan_for(precision, words), shape)
@@ -44,8 +54,7 @@ def test_what_megatron_saved_is_read_by_name(variant, precision, tmp_path):
 
 
 @pytest.mark.usefixtures("ended_managers", "writer_on_cpu")
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("variant", "precision"), cross_precisions(VARIANTS))
 def test_megatron_loads_what_was_saved_here_and_goes_on(variant, precision, tmp_path):
     shape, words = VARIANTS[variant]
     plan = plan_for(precision, words)
@@ -65,8 +74,9 @@ def test_megatron_loads_what_was_saved_here_and_goes_on(variant, precision, tmp_
 
 
 @pytest.mark.usefixtures("ended_managers", "writer_on_cpu")
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("variant", ["experts, mixtral", "experts, deepseek", "further tokens, untied"])
+@pytest.mark.parametrize(
+    ("variant", "precision"), cross_precisions(["experts, mixtral", "experts, deepseek", "further tokens, untied"])
+)
 def test_through_megatron_and_back_is_bitwise(variant, precision, tmp_path):
     shape, words = VARIANTS[variant]
     plan = plan_for(precision, words)

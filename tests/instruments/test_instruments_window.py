@@ -11,7 +11,7 @@ from statistics import median
 from types import SimpleNamespace
 
 import pytest
-from support.launch import flags, losses, on_ranks, plan_of, quietly, steps, train
+from support.launch import flags, losses, on_ranks, plan_of, quietly, steps, train, write_no_tables
 from support.snapshots import steps_in_snapshot
 from support.traces import events, steps_in, steps_of, trace_files
 from support.wording import wording
@@ -31,7 +31,7 @@ from megatron_lite.run_folder import write_atomically
 from megatron_lite.train.log import StepsFile
 from megatron_lite.train.routing import RoutingRow
 
-pytestmark = pytest.mark.usefixtures("process_group")
+pytestmark = pytest.mark.usefixtures("process_group", "without_tables")
 
 GPU, UNDER_NSYS, BOTH = World(gpus=1), World(under_nsys=True), World(gpus=1, under_nsys=True)
 TORCH = "--profile --use-pytorch-profiler"
@@ -343,6 +343,7 @@ def test_requests_leave_the_planned_window_where_it_was(tmp_path, eager):
 
 def train_all_and_on_request(world, words):
     """The request comes before step 3; `profile.next` is what ranks agree by."""
+    write_no_tables()
     *planned, live = json.loads(words)
     for number, argv in enumerate(planned):
         train(argv, Path(f"run{number}"), world)
