@@ -1,7 +1,7 @@
 """Checks a command line and reports all mistakes together, before a process group or a file is made."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from megatron_lite.config.args import Args
@@ -36,7 +36,12 @@ def _list_numbers(value: Any) -> tuple[float, ...]:
 
 def range_rules(args: Args, world: World) -> Iterator[str]:
     """Numbers outside the range of their flag."""
-    for flag in list_flags(Args):
+    yield from find_numbers_outside(args, list_flags(Args))
+
+
+def find_numbers_outside(args: Args, flags: Iterable[Flag]) -> Iterator[str]:
+    """Describe each number of these flags that is outside of its range."""
+    for flag in flags:
         if flag.must_be is None:
             continue
         for value in _list_numbers(flag.get(args)):

@@ -220,7 +220,7 @@ class Plan:
         layout = self.layout
         return self.shape.split(layout.tensor, layout.context, layout.expert, layout.expert_tensor)
 
-    @property
+    @cached_property
     def expert_sharding(self) -> Sharding | None:
         """How replicas of experts share out their state; None: every rank keeps all of its own."""
         return plan_expert_sharding(self.args.parallel, self.layout)
@@ -234,9 +234,11 @@ class Plan:
         kinds = self.args.parallel.cp_comm_type
         return self.layout.count_head_ranks(kinds[0] if len(kinds) == 1 else kinds[layer])
 
-    @property
+    @cached_property
     def min_head_ranks(self) -> int:
         """The fewest such ranks of any layer of this stage: of the layer whose attention keeps most."""
+        if self.layout.context == 1:
+            return 1
         return min(map(self.count_head_ranks, self.stage.layers), default=1)
 
     @property

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TypeVar
 
 # values of --moe-router-load-balancing-type
@@ -182,6 +182,14 @@ class ModelShape:
     mtp_num_layers: int = 0  # tokens after the next one that are predicted, too, by a layer each
     mtp_loss_scaling_factor: float = 0.1  # of the mean of their losses
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """The hash, which a search's caches ask for many times."""
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
+
     def split(self, ranks: int, context: int = 1, experts: int = 1, expert_tensor: int | None = None) -> "RankShape":
         """The share of one rank.
 
@@ -255,6 +263,9 @@ class RankShape(ModelShape):
     """Sizes of the part of a model that one tensor parallel rank computes."""
 
     query_group_ranks: int = 1  # that share a query group: each has a part of the rows of its queries, key and value
+
+    # a dataclass makes another one
+    __hash__ = ModelShape.__hash__
 
     def exchange_heads(self, ranks: int) -> "RankShape":
         """The shape as attention sees it where so many ranks exchange heads for positions."""

@@ -5,7 +5,7 @@ and step without data; tests hold the two side by side.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -38,6 +38,7 @@ from megatron_lite.planner.expert_memory import (
 from megatron_lite.planner.micro_batch import MicroBatch, plan_micro_batch
 from megatron_lite.planner.prediction import ListedMoment, sum_moment
 from megatron_lite.planner.state_size import (
+    CACHED_ROWS,
     FP32,
     ShardedParameters,
     element_bytes,
@@ -446,21 +447,31 @@ def _list_waiting(
 
 def _list_rows(batch: MicroBatch, held: Held, layers: int = 1, micro_batches: int = 1) -> Iterator[LedgerRow]:
     """Rows of what so many layers of so many micro-batches hold, from what one layer holds for each token."""
+    for name, each in held.items():
+        if each:
+            yield _make_row(name, each, batch.tokens, layers, micro_batches)
+
+
+@lru_cache(maxsize=CACHED_ROWS)
+def _make_row(name: str, each: int, tokens: int, layers: int, micro_batches: int) -> LedgerRow:
+    """A row of so many bytes for each token.
+
+    Args:
+        name: Of the row.
+        each: Bytes for each token.
+        tokens: Of a micro-batch.
+        layers: How many hold as much.
+        micro_batches: Of which they hold as much.
+    """
     of_layers = f"{layers} layers x " if layers > 1 else ""
     of_batches = f"{micro_batches} micro-batches x " if micro_batches > 1 else ""
-    tokens = f"{of_batches}{of_layers}{count(batch.tokens)} tokens"
-    number = micro_batches * layers * batch.tokens
-    for name, each in held.items():
-        if not each:
-            continue
-        category = "workspace" if name == GRADIENTS else "activations"
-        formula = f"{tokens} x {count(each)} bytes"
-        yield LedgerRow(
-            category=category,
-            name=name,
-            num_bytes=number * each,
-            formula=formula,
-        )
+    formula = f"{of_batches}{of_layers}{count(tokens)} tokens x {count(each)} bytes"
+    return LedgerRow(
+        category="workspace" if name == GRADIENTS else "activations",
+        name=name,
+        num_bytes=micro_batches * layers * tokens * each,
+        formula=formula,
+    )
 
 
 @lru_cache(maxsize=16 * CACHED_BATCHES)
@@ -723,17 +734,26 @@ def predict_memory(plan: Plan, processor: Processor | None = None) -> MemoryPred
         plan: Of the rank.
         processor: The GPU, whose cuBLAS takes more on newer ones; None: an older one.
     """
-    return MemoryPrediction(tuple(sum_moment(listed) for listed in _list_moments(plan, processor)))
+    return MemoryPrediction(tuple(sum_moment(listed) for listed in _list_moments(plan, processor, list)))
 
 
 def measure_peak(plan: Plan, processor: Processor | None = None) -> int:
     """Bytes of predict_memory's peak, in less time: for many plans of which only that is asked."""
-    return max(listed.num_bytes for listed in _list_moments(plan, processor))
+    return max(listed.num_bytes for listed in _list_moments(plan, processor, _sum_up))
 
 
-def _list_moments(plan: Plan, processor: Processor | None) -> Iterator[ListedMoment]:
-    always = list(list_states(plan, processor))
-    yield from _list_micro_batch_moments(plan, always)
+Gather = Callable[[Iterable[LedgerRow]], list[LedgerRow]]  # rows that are part of several moments
+
+
+def _sum_up(rows: Iterable[LedgerRow]) -> list[LedgerRow]:
+    """Add rows up to one, which has the bytes of all."""
+    num_bytes = sum(row.num_bytes for row in rows)
+    return [LedgerRow(category="", name="", num_bytes=num_bytes, formula="")]
+
+
+def _list_moments(plan: Plan, processor: Processor | None, gather: Gather) -> Iterator[ListedMoment]:
+    always = gather(list_states(plan, processor))
+    yield from _list_micro_batch_moments(plan, always, gather)
     yield from _list_update_moments(plan, always)
 
 
@@ -927,13 +947,14 @@ class _ChunkOfLayers:
         return rows
 
 
-def _list_micro_batch_moments(plan: Plan, always: list[LedgerRow]) -> Iterator[ListedMoment]:
+def _list_micro_batch_moments(plan: Plan, always: list[LedgerRow], gather: Gather) -> Iterator[ListedMoment]:
     """Moments of the last micro-batch's forward and backward, which add to the gradients of those before it."""
     batch = plan_batch(plan)
     micro_batches = plan.micro_batches(plan.train_samples)
     for number, others in plan.stage.list_fullest(micro_batches):
         waiting = _list_waiting(batch, plan.stage, others, micro_batches, plan.count_recomputed)
-        chunk = _ChunkOfLayers(plan, batch, [*always, *waiting], number)
+        throughout = gather([*always, *waiting])
+        chunk = _ChunkOfLayers(plan, batch, throughout, number)
         yield from _list_loss_moments(chunk)
         yield from _list_layer_moments(chunk)
         if chunk.starts:
@@ -990,11 +1011,15 @@ def _list_layer_moments(chunk: _ChunkOfLayers) -> Iterator[ListedMoment]:
     if chunk.is_sharded:
         # while gradients of one are reduced, or weights of one gathered
         candidates |= {layers - 1, 2}
+    of_kinds: dict[bool, _HighestOperation] = {}
     for layer in sorted(candidates & {*range(1, layers + 1)}, reverse=True):
-        yield _find_highest_moment(chunk, layer)
+        is_recomputed = layer <= recomputed
+        if is_recomputed not in of_kinds:
+            of_kinds[is_recomputed] = _find_highest_operation(chunk, is_recomputed)
+        yield _describe_layer(chunk, layer, of_kinds[is_recomputed])
 
 
-def _list_operations(chunk: _ChunkOfLayers, layer: int) -> Iterator[tuple[str, Held, int, int]]:
+def _list_operations(chunk: _ChunkOfLayers, is_recomputed: bool) -> Iterator[tuple[str, Held, int, int]]:
     """List the operations of a layer's backward.
 
     Returns:
@@ -1010,7 +1035,7 @@ def _list_operations(chunk: _ChunkOfLayers, layer: int) -> Iterator[tuple[str, H
             new = of_mlp
         yield operation, held, each, new
     yield from _list_expert_backward(batch)
-    if batch.expert_share and layer <= chunk.recomputed:
+    if batch.expert_share and is_recomputed:
         held = _recompute_experts(batch)
         yield "experts, computed again", held, held.total(), 0
 
@@ -1025,12 +1050,25 @@ def _count_new_mlp_gradients(chunk: _ChunkOfLayers) -> int:
     return 0
 
 
-def _find_highest_moment(chunk: _ChunkOfLayers, layer: int) -> ListedMoment:
-    """The moment of one layer's backward at which tensors hold most."""
+@dataclass(frozen=True)
+class _HighestOperation:
+    """The operation of a layer's backward at which tensors of the layer hold most."""
+
+    name: str
+    rows: list[LedgerRow]  # what the layer holds then
+    new_gradients: int  # elements of gradients of weights that it makes
+
+
+def _find_highest_operation(chunk: _ChunkOfLayers, is_recomputed: bool) -> _HighestOperation:
+    """The highest operation of a layer's backward: what lives outside of the layer is the same for all of them.
+
+    Args:
+        chunk: Of the layer.
+        is_recomputed: Whether the layer keeps its input only.
+    """
     batch = chunk.batch
     highest_bytes = -1
-    for operation, held, each, new in _list_operations(chunk, layer):
-        # what lives outside of the layer is the same for all of them
+    for operation, held, each, new in _list_operations(chunk, is_recomputed):
         num_bytes = batch.tokens * each
         num_bytes += batch.element_bytes * new
         if num_bytes > highest_bytes:
@@ -1039,14 +1077,20 @@ def _find_highest_moment(chunk: _ChunkOfLayers, layer: int) -> ListedMoment:
     operation, held, new = highest
     own = Held({MASKS: batch.mask_bytes})
     norms_copy, _ = batch.copies_of_norms
-    if layer <= chunk.recomputed and norms_copy:
+    if is_recomputed and norms_copy:
         own[RECOMPUTED] = batch.input_bytes
+    rows = list(_list_rows(batch, own + held))
+    return _HighestOperation(operation, rows, new)
+
+
+def _describe_layer(chunk: _ChunkOfLayers, layer: int, highest: _HighestOperation) -> ListedMoment:
+    """The moment of one layer's backward at which tensors hold most. highest: of a layer of its kind."""
     rows = chunk.hold(layer)
     rows += chunk.keep_below(layer)
-    rows += _list_rows(batch, own + held)
+    rows += highest.rows
     made = _count_gradients_above(chunk, layer)
-    rows.append(chunk.make_gradients(made + new))
-    return ListedMoment(Phase.BACKWARD, f"layer {layer}, {operation}", rows)
+    rows.append(chunk.make_gradients(made + highest.new_gradients))
+    return ListedMoment(Phase.BACKWARD, f"layer {layer}, {highest.name}", rows)
 
 
 def _count_gradients_above(chunk: _ChunkOfLayers, layer: int) -> int:

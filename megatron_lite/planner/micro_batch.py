@@ -1,6 +1,7 @@
 """Describes what the sizes of one micro-batch's activations depend on, from the flags of a run."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 
 from megatron_lite.config.cpu_kernel_rules import WIDENED_BLOCK, find_slow_precisions
 from megatron_lite.config.fp8 import Fp8
@@ -38,6 +39,14 @@ class MicroBatch:
     fp8: Fp8 | None = None  # of linear layers; None: these multiply in the precision of activations
     fp8_share: float = 0.0  # of the stage's layers, whose linear layers multiply in fp8
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """The hash, which caches of what layers keep ask for many times."""
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
+
     @property
     def masked_chunk_scores(self) -> int:
         """Queries x keys of the masks of all chunks that do not begin the sequence; sequences share them."""
@@ -56,12 +65,12 @@ class MicroBatch:
         scores = [len(chunk) * chunk.stop for chunk in self.chunks]
         return max(scores) / sum(scores)
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Tokens of the micro-batch that this rank has."""
         return self.size * self.shape.seq_length
 
-    @property
+    @cached_property
     def element_bytes(self) -> int:
         """Bytes of one activation."""
         return element_bytes(self.precision)

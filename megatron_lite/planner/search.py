@@ -217,9 +217,29 @@ def _predict(plan: Plan, processor: Processor, changes: Changes) -> Candidate | 
 
 def measure_heaviest_stage(plan: Plan, processor: Processor | None) -> int:
     """Peak memory, in bytes, of one GPU of the stage that holds most."""
+    return max(measure_peak(one, processor) for one in _list_heavy_stages(plan))
+
+
+def _list_heavy_stages(plan: Plan) -> list[Plan]:
+    """The plans of one rank of each stage that may hold most.
+
+    Where stages have equal layers, one in the middle holds less than the first, which has the embedding and more
+    micro-batches in flight.
+    """
     if plan.layout.pipeline == 1:
-        return measure_peak(plan, processor)
-    return max(measure_peak(one, processor) for one, _ in list_stage_kinds(plan))
+        return [plan]
+    kinds = [one for one, _ in list_stage_kinds(plan)]
+    experts = plan.shape.experts
+    has_equal_layers = experts is None or all(experts.layers)
+    exchange_alike = len(plan.args.parallel.cp_comm_type) == 1
+    if plan.fp8 is None and has_equal_layers and exchange_alike and _are_of_one_size(kinds):
+        return [kinds[0], kinds[-1]]
+    return kinds
+
+
+def _are_of_one_size(stages: list[Plan]) -> bool:
+    """Whether stages have as many layers in each chunk."""
+    return len({tuple(map(len, one.stage.chunks)) for one in stages}) == 1
 
 
 def _refine(plan: Plan, processor: Processor, none: Candidate, all_layers: Candidate, budget: int) -> Candidate | None:
@@ -232,14 +252,23 @@ def _refine(plan: Plan, processor: Processor, none: Candidate, all_layers: Candi
     """
     layers = max(len(chunk) for chunk in all_layers.plan.stage.chunks)
     peaks = {0: none.peak_bytes, layers: all_layers.peak_bytes}
+    stages = _list_heavy_stages(all_layers.plan)
+    args = all_layers.plan.args
 
     def measure(number: int) -> int:
-        if number not in peaks:
-            args = all_layers.plan.args
-            model = replace(args.model, **full_recompute(number, "block"))
-            recomputing = replace(all_layers.plan, args=replace(args, model=model))
-            peaks[number] = measure_heaviest_stage(recomputing, processor)
-        return peaks[number]
+        if number in peaks:
+            return peaks[number]
+        model = replace(args.model, **full_recompute(number, "block"))
+        recomputing = replace(args, model=model)
+        peak_bytes = 0
+        for stage in stages:
+            one = replace(stage, args=recomputing)
+            peak_bytes = max(peak_bytes, measure_peak(one, processor))
+            if peak_bytes > budget:
+                # how far it is from fitting matters little
+                return peak_bytes
+        peaks[number] = peak_bytes
+        return peak_bytes
 
     number = find_fewest_recomputed(layers, measure, budget)
     if number == layers:

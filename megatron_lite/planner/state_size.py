@@ -24,6 +24,7 @@ from megatron_lite.units import count
 FP32 = 4
 INT64 = 8
 CACHED_STAGES = 64
+CACHED_ROWS = 4096  # a search asks for the same rows for each micro-batch and each moment
 
 
 def element_bytes(precision: str) -> int:
@@ -208,6 +209,7 @@ def measure_fp8_copies(plan: Plan, processor: Processor | None, category: str, n
     )
 
 
+@lru_cache(maxsize=CACHED_ROWS)
 def per_parameter(category: str, name: str, each: int, number: int, ranks: int = 1) -> LedgerRow:
     """A row of so many bytes per parameter.
 

@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megatron_lite.config.layout import Layout, Sharding
 from megatron_lite.config.model_size import (
@@ -37,6 +38,7 @@ from megatron_lite.planner.expert_load import count_recomputed_experts, plan_exp
 from megatron_lite.planner.state_size import FP32, ShardedParameters, element_bytes, gradient_bytes, group_parameters
 from megatron_lite.units import count
 
+CACHED_ROUTES = 256  # a search asks for the same ones for each layout
 # kinds of collectives, as in the report
 GATHER = "all-gather"
 SCATTER = "reduce-scatter"
@@ -135,6 +137,7 @@ def find_members(group: str, layout: Layout, sharding: Sharding | None, world: W
     return Members(ranks, near)
 
 
+@lru_cache(maxsize=CACHED_ROUTES)
 def find_route(kind: str, members: Members, processor: Processor) -> Route | None:
     """How a collective's bytes travel; None if a link's speed is unknown, or there is no other rank.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_lite.config.args import Args
-from megatron_lite.config.check import RULES_WITHOUT_FILES
+from megatron_lite.config.check import RULES_WITHOUT_FILES, find_numbers_outside, range_rules
 from megatron_lite.config.flags import Flag, list_flags, replace_fields
 from megatron_lite.config.fp8 import list_fp8_mistakes
 from megatron_lite.config.plan import Plan, plan_stages, resolve
@@ -17,7 +17,8 @@ from megatron_lite.planner.memory import measure_peak, predict_memory
 from megatron_lite.planner.step_time import predict_time
 from megatron_lite.units import GIB
 
-RULES = [rule for rule in RULES_WITHOUT_FILES if rule is not data_rules]  # a plan may be made without its data
+# a plan may be made without its data; ranges are checked of what is changed only
+RULES = [rule for rule in RULES_WITHOUT_FILES if rule not in (data_rules, range_rules)]
 FLAGS = {flag.field: flag for flag in list_flags(Args)}
 MARGIN = 0.08  # of a GPU's memory: CUDA's context, libraries' buffers, NCCL, what the caching allocator cannot reuse
 HALVED_EVERY = 3  # tries along a line, in case memory is far from linear
@@ -81,6 +82,8 @@ def change_plan(plan: Plan, changes: Changes) -> ChangedPlan | None:
     before = {name: FLAGS[name].get(plan.args) for name in changes}
     changes = {name: value for name, value in changes.items() if before[name] != value}
     args = replace_fields(plan.args, changes)
+    if any(find_numbers_outside(args, [FLAGS[name] for name in changes])):
+        return None
     for rule in RULES:
         if any(rule(args, plan.world)):
             return None
