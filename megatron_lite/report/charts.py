@@ -42,7 +42,7 @@ def build_memory_curve(report: Report) -> CurveChart | None:
     if any(reserved):
         curves.append(Curve("reserved", seconds, reserved, palette.INK, Look.STAIRS, is_dotted=True))
     return CurveChart(
-        says="Allocated memory over time by category",
+        description="Allocated memory over time by category",
         curves=curves,
         x=Axis("seconds since the record began"),
         y=Axis(unit, lowest=0.0),
@@ -95,7 +95,7 @@ def build_roofline(report: Report) -> CurveChart | None:
     points = _build_role_curves(rows)
     limits = _build_ceilings(known, lowest, highest)
     return CurveChart(
-        says="How fast operators are against what memory and arithmetic units allow",
+        description="How fast operators are against what memory and arithmetic units allow",
         curves=[*points, *limits],
         x=Axis("FLOP per byte", is_log=True, lowest=lowest, highest=highest),
         y=Axis("TFLOP/s", is_log=True),
@@ -215,7 +215,7 @@ def build_run_steps(report: Report) -> CurveChart | None:
             step_ms = run.step_ms[steps].tolist()
             curves.append(Curve(name, iterations, step_ms, color, Look.POINTS))
     return CurveChart(
-        says="How long every step of the run took",
+        description="How long every step of the run took",
         curves=curves,
         x=Axis("iteration"),
         y=_choose_step_axis(run),
@@ -277,7 +277,7 @@ def build_timeline(report: Report) -> BarChart | None:
     )
     clock = "device" if time.on_gpu else "host"
     return BarChart(
-        says="When the phases of one step run",
+        description="When the phases of one step run",
         series=[bars],
         axis=Axis(f"ms of a step, {clock}'s clock", highest=step_ns / 1e6),
         arrangement=Arrangement.OVERLAID,
@@ -323,8 +323,8 @@ def build_step_bars(report: Report) -> BarChart | None:
     for number, time in enumerate(times):
         name = f"file {number}" if time.rank is None else f"rank {time.rank}"
         rows_by_name[name] = time.rows
-    says = "Where a step of each rank goes, in milliseconds"
-    return draw.steps(says, rows_by_name, times[0].on_gpu)
+    description = "Where a step of each rank goes, in milliseconds"
+    return draw.steps(description, rows_by_name, times[0].on_gpu)
 
 
 def build_schedule(report: Report) -> BarChart | None:

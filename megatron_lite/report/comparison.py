@@ -89,7 +89,7 @@ def comparison_page(found: Comparison, judged: Sequence[Judged], a: Facts, b: Fa
         sentences=sentences,
         trust="inconclusive" if is_unclear else "",
         tiles=_build_tiles(found),
-        of_gaps=NOTES_TITLE,
+        gaps_title=NOTES_TITLE,
         gaps=_list_notes(found),
         numbers="--json FILE",
     )
@@ -243,15 +243,15 @@ def _build_totals_section(found: Comparison) -> Section:
 def _build_rows_section(found: Comparison) -> Section:
     pairs = {row_title(row, found.on_gpu): pair for row, pair in found.rows.items()}
     table = _build_table(pairs)
-    of = "ms per step; rows sum to the traced step"
-    return Section("rows", "Where a step goes", of, [table])
+    subtitle = "ms per step; rows sum to the traced step"
+    return Section("rows", "Where a step goes", subtitle, [table])
 
 
 def _build_groups_section(found: Comparison) -> Section:
     pairs = {name or "not named": pair for name, pair in found.groups.items()}
     table = _build_table(pairs)
-    of = "exposed ms per step, mean over the ranks with a trace"
-    return Section("groups", "Communication not overlapped with compute, by group", of, [table])
+    subtitle = "exposed ms per step, mean over the ranks with a trace"
+    return Section("groups", "Communication not overlapped with compute, by group", subtitle, [table])
 
 
 def _build_roles_section(found: Comparison) -> Section:
@@ -310,8 +310,8 @@ def _build_phases_section(found: Comparison) -> Section:
     if on_host:
         blocks.append(_build_table(on_host, "by labels on the host"))
     if on_device:
-        told = "labels on the host show when work was handed over, and waits; the device's time is what it takes"
-        blocks.append(Lines([told], quiet=True))
+        note = "labels on the host show when work was handed over, and waits; the device's time is what it takes"
+        blocks.append(Lines([note], quiet=True))
     return Section("phases", "Phases", f"ms per step, {found.phases_of}", blocks)
 
 
@@ -432,7 +432,7 @@ def _choose_ms(pairs: Iterable[Pair]) -> Callable[[float], str]:
     for pair in pairs:
         values += [pair.a, pair.b]
     largest_ms = max((value for value in values if value is not None), default=0.0)
-    return partial(milliseconds, of=largest_ms)
+    return partial(milliseconds, largest=largest_ms)
 
 
 # --- charts of the page
@@ -447,8 +447,8 @@ def _build_charts(found: Comparison, a: Facts, b: Facts) -> dict[str, Figure | N
     losses = draw.losses({"A": a.run, "B": b.run})
     charts: dict[str, Figure | None] = {"losses": losses}
     if found.rows:
-        says = "Where a step of A goes, and one of B, in milliseconds"
-        charts["rows"] = draw.steps(says, _split(found.rows), found.on_gpu)
+        description = "Where a step of A goes, and one of B, in milliseconds"
+        charts["rows"] = draw.steps(description, _split(found.rows), found.on_gpu)
     if found.memory:
         charts["memory"] = _draw_memory(found.memory)
     charts["phases"] = _draw_phases(found)
@@ -464,8 +464,8 @@ def _draw_memory(pairs: Mapping[str, Pair]) -> Figure:
     held_by_side = {}
     for side, held in bytes_by_side.items():
         held_by_side[side] = {name: num_bytes / bytes_of_unit for name, num_bytes in held.items()}
-    says = "What holds memory at the peak of A, and of B"
-    return draw.stacks(says, held_by_side, palette.HELD, unit)
+    description = "What holds memory at the peak of A, and of B"
+    return draw.stacks(description, held_by_side, palette.HELD, unit)
 
 
 def _draw_phases(found: Comparison) -> Figure | None:
@@ -481,8 +481,8 @@ def _draw_phases(found: Comparison) -> Figure | None:
     for side, ms_by_phase in _split(shown).items():
         values = list(ms_by_phase.values())
         series.append(Bars(side, rows, values, [colors[side]]))
-    says = "How long each phase takes in A, and in B, in milliseconds"
-    return BarChart(says, series, Axis("ms per step"), Arrangement.BESIDE, 34)
+    description = "How long each phase takes in A, and in B, in milliseconds"
+    return BarChart(description, series, Axis("ms per step"), Arrangement.BESIDE, 34)
 
 
 def _draw_kernels(found: Comparison) -> Figure | None:
@@ -495,8 +495,8 @@ def _draw_kernels(found: Comparison) -> Figure | None:
     increases_ms = list(map(_measure_increase, changed))
     colors = [palette.VERMILION if ms > 0 else palette.GREEN for ms in increases_ms]
     bars = Bars("", names, increases_ms, colors)
-    says = "How much longer B takes for each kind of work that changed"
-    return BarChart(says, [bars], Axis("ms per step, B - A"))
+    description = "How much longer B takes for each kind of work that changed"
+    return BarChart(description, [bars], Axis("ms per step, B - A"))
 
 
 def _split(pairs: Mapping[str, Pair]) -> dict[str, dict[str, float]]:

@@ -21,24 +21,26 @@ MAX_POINTS = 1000  # more than a chart has pixels
 MAX_DRAWN_ACTIONS = 20_000
 
 
-def stacks(says: str, parts_of: Mapping[str, Mapping[str, float]], colors: Mapping[str, str], unit: str) -> BarChart:
+def stacks(
+    description: str, parts_by_name: Mapping[str, Mapping[str, float]], colors: Mapping[str, str], unit: str
+) -> BarChart:
     """Draw a bar for each name, made of its parts; parts that are too short to be seen are left out.
 
     Args:
-        says: what the chart shows, for those who do not see it.
-        parts_of: the values of the parts, in `unit`, by name of the bar and of the part.
+        description: what the chart shows, for those who do not see it.
+        parts_by_name: the values of the parts, in `unit`, by name of the bar and of the part.
         colors: the color of each part, in the order in which parts follow each other.
         unit: the unit of the axis.
     """
-    lengths = [sum(parts.values()) for parts in parts_of.values()]
+    lengths = [sum(parts.values()) for parts in parts_by_name.values()]
     least = READS_AS_ZERO * max(lengths, default=0.0)
-    rows = fit_names(list(parts_of))
+    rows = fit_names(list(parts_by_name))
     series = []
     for part, color in colors.items():
-        values = [parts.get(part, 0.0) for parts in parts_of.values()]
+        values = [parts.get(part, 0.0) for parts in parts_by_name.values()]
         if max(values) > least:
             series.append(Bars(part, rows, values, [color]))
-    return BarChart(says, series, Axis(unit))
+    return BarChart(description, series, Axis(unit))
 
 
 def fit_names(names: Sequence[str], width: int = ROW_NAME_WIDTH) -> list[str]:
@@ -61,12 +63,12 @@ def choose_unit(num_bytes: float) -> tuple[str, int]:
     return UNITS[-1]
 
 
-def steps(says: str, rows_of: Mapping[str, Mapping[str, float]], on_gpu: bool) -> BarChart:
+def steps(description: str, rows_by_name: Mapping[str, Mapping[str, float]], on_gpu: bool) -> BarChart:
     """Draw a stacked bar for each name, made of the rows of its step.
 
     Args:
-        says: what the chart shows, for those who do not see it.
-        rows_of: milliseconds per step, by name of the bar and key of the row.
+        description: what the chart shows, for those who do not see it.
+        rows_by_name: milliseconds per step, by name of the bar and key of the row.
         on_gpu: whether the rows are those of a device, not of the host.
     """
     titles = {}
@@ -75,10 +77,10 @@ def steps(says: str, rows_of: Mapping[str, Mapping[str, float]], on_gpu: bool) -
         title = row_title(row, on_gpu)
         titles[row] = title
         colors[title] = palette.ROWS.get(row, palette.GREY)
-    parts_of = {}
-    for name, rows in rows_of.items():
-        parts_of[name] = {titles[row]: ms for row, ms in rows.items()}
-    return stacks(says, parts_of, colors, "ms per step")
+    parts_by_name = {}
+    for name, rows in rows_by_name.items():
+        parts_by_name[name] = {titles[row]: ms for row, ms in rows.items()}
+    return stacks(description, parts_by_name, colors, "ms per step")
 
 
 def losses(runs: Mapping[str, Run | None]) -> CurveChart | None:
@@ -130,7 +132,7 @@ def schedule(actions: Sequence[TimedAction], title: str) -> BarChart | None:
         if own:
             series.append(_build_actions(kind, own, color))
     return BarChart(
-        says="The schedule of the pipeline: which micro-batch each stage computes when, and where it waits",
+        description="The schedule of the pipeline: which micro-batch each stage computes when, and where it waits",
         series=series,
         axis=Axis(title),
         arrangement=Arrangement.OVERLAID,

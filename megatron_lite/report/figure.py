@@ -82,9 +82,9 @@ class Mark:
 
 @dataclass(frozen=True)
 class BarChart:
-    """Rows from the top down. `says`: what it shows in a sentence, for readers who cannot see it."""
+    """Rows from the top down. `description`: what it shows in a sentence, for readers who cannot see it."""
 
-    says: str
+    description: str
     series: Sequence[Bars]
     axis: Axis
     arrangement: Arrangement = Arrangement.STACKED
@@ -134,9 +134,9 @@ class BarChart:
 
 @dataclass(frozen=True)
 class CurveChart:
-    """Curves and points. `says`: what it shows in a sentence, for readers who cannot see it."""
+    """Curves and points. `description`: what it shows in a sentence, for readers who cannot see it."""
 
-    says: str
+    description: str
     curves: Sequence[Curve]
     x: Axis
     y: Axis

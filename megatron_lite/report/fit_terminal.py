@@ -1,6 +1,7 @@
 """Draws what `megatron-lite fit` found."""
 
 from collections.abc import Iterator
+from itertools import islice
 
 from megatron_lite.formats.fit_record import ChangeName
 from megatron_lite.planner.fit_results import FitReport, GpuRoom
@@ -42,13 +43,15 @@ def judge_rooms(report: FitReport) -> list[str]:
 
 def _judge_room(room: GpuRoom) -> str:
     name = room.processor.name
-    of = f"{size(room.peak_bytes)} of {size(room.processor.memory_bytes)}"
+    peak = f"{size(room.peak_bytes)} of {size(room.processor.memory_bytes)}"
     if not room.fits:
-        return f"DOES NOT FIT in one {name}: {of}, {size(-room.free_bytes)} too much"
+        excess = size(-room.free_bytes)
+        return f"DOES NOT FIT in one {name}: {peak}, {excess} too much"
+    free = f"{size(room.free_bytes)} stay free"
     if room.is_tight:
         less = f"less than the {percent(MARGIN)} that CUDA, NCCL and the allocator may need"
-        return f"MAY FIT in one {name}: {of}; {size(room.free_bytes)} stay free, {less}"
-    return f"FITS in one {name}: {of}; {size(room.free_bytes)} stay free"
+        return f"MAY FIT in one {name}: {peak}; {free}, {less}"
+    return f"FITS in one {name}: {peak}; {free}"
 
 
 def list_sections(report: FitReport) -> Iterator[Section]:
@@ -56,10 +59,11 @@ def list_sections(report: FitReport) -> Iterator[Section]:
     record = report.record
     parts = [(name, held) for name, held in record.categories.items() if held]
     table = build_share_table(parts, record.allocated_peak_bytes, size)
+    allocated = f"tensors {size(record.allocated_peak_bytes)}"
     reserved = f"reserved by the caching allocator {size(record.reserved_peak_bytes)}"
-    where = [f"peak in {record.where}", f"tensors {size(record.allocated_peak_bytes)}, {reserved}"]
-    of = f"the script, without data, in {report.seconds:.0f} s"
-    yield Section("memory", "Memory at the peak", of, [table, Lines(where)])
+    lines = Lines([f"peak in {record.where}", f"{allocated}, {reserved}"])
+    subtitle = f"the script, without data, in {report.seconds:.0f} s"
+    yield Section("memory", "Memory at the peak", subtitle, [table, lines])
     yield from _list_ways(report)
     doubts = _list_doubts(report)
     if doubts:
@@ -78,11 +82,11 @@ def _list_ways(report: FitReport) -> Iterator[Section]:
         blocks.append(Lines([text]))
     elif report.why_no_batch:
         blocks.append(Lines([f"the largest batch is not known: {report.why_no_batch}"], quiet=True))
-    before = report.record.reserved_peak_bytes
-    rows = [
-        (ADVICE[change.name], size(change.peak_bytes), f"-{percent((before - change.peak_bytes) / before)}")
-        for change in report.changes
-    ]
+    before_bytes = report.record.reserved_peak_bytes
+    rows = []
+    for change in report.changes:
+        saved = percent((before_bytes - change.peak_bytes) / before_bytes)
+        rows.append((ADVICE[change.name], size(change.peak_bytes), f"-{saved}"))
     if rows:
         blocks.append(Table(rows, "lrr"))
     if blocks:
@@ -100,7 +104,9 @@ def _list_doubts(report: FitReport) -> list[str]:
 
 def _list_lines(lines: dict[str, int], what: str) -> list[str]:
     """List lines of the script and what they did, and how many more did so."""
-    shown = [f"{line} {what} ({counted(times, 'time')})" for line, times in list(lines.items())[:MAX_LINES_NAMED]]
+    shown = []
+    for line, times in islice(lines.items(), MAX_LINES_NAMED):
+        shown.append(f"{line} {what} ({counted(times, 'time')})")
     hidden = len(lines) - MAX_LINES_NAMED
     if hidden > 0:
         shown.append(f"{counted(hidden, 'more line')} {what}")

@@ -50,16 +50,23 @@ def _build_trace_tiles(report: Report) -> list[tuple[str, str]]:
     if rank is None or rank.time.step_ms <= 0:
         return []
     times = [one.time for one in report.facts.ranks_seen if one.time.step_ms > 0]
-    whose = f", rank {rank.time.rank}" if len(times) > 1 and rank.time.rank is not None else ""
-    tiles = [(f"{milliseconds(rank.time.step_ms)} ms", f"step time in the trace{whose}")]
+    name = "step time in the trace"
+    if len(times) > 1 and rank.time.rank is not None:
+        name += f", rank {rank.time.rank}"
+    tiles = [(f"{milliseconds(rank.time.step_ms)} ms", name)]
     if rank.time.on_gpu:
-        tiles.append(_build_share_tile("device busy", [time.busy_ms / time.step_ms for time in times]))
+        busy = [time.busy_ms / time.step_ms for time in times]
+        tiles.append(_build_share_tile("device busy", busy))
     if any(time.communication_ms > 0 for time in times):
-        exposed = [time.rows.get("exposed_communication", 0.0) / time.step_ms for time in times]
+        exposed = []
+        for time in times:
+            exposed_ms = time.rows.get("exposed_communication", 0.0)
+            exposed.append(exposed_ms / time.step_ms)
         tiles.append(_build_share_tile("communication not overlapped", exposed))
-    if rank.kernels.mfu is not None:
-        peak = f"of {significant(rank.kernels.peak_tflops or 0.0, 4)} TFLOP/s {rank.kernels.peak_dtype}"
-        tiles.append((percent(rank.kernels.mfu), peak))
+    kernels = rank.kernels
+    if kernels.mfu is not None:
+        peak = significant(kernels.peak_tflops or 0.0, 4)
+        tiles.append((percent(kernels.mfu), f"of {peak} TFLOP/s {kernels.peak_dtype}"))
     return tiles
 
 
@@ -87,8 +94,8 @@ def html_page(report: Report) -> str:
         confidence=report.verdict.why,
         trust=_name_trust(report),
         tiles=build_tiles(report),
-        about=_explain_findings(report),
-        of_gaps="What could not be seen",
+        explanations=_explain_findings(report),
+        gaps_title="What could not be seen",
         gaps=build_limitations(report),
         numbers=f"report.json (schema {REPORT_SCHEMA})",
     )
@@ -126,7 +133,7 @@ def render_page(sections: Sequence[Section], charts: Mapping[str, Figure | None]
         "confidence": "",
         "trust": "",
         "tiles": [],
-        "about": {},
+        "explanations": {},
         "sections": sections,
         "charts": shown,
         "cards": _list_cards_by_section(sections),
@@ -138,7 +145,7 @@ def render_page(sections: Sequence[Section], charts: Mapping[str, Figure | None]
         "max_rows": MAX_PAGE_ROWS,
         "max_paper_rows": MAX_PAPER_ROWS,
         "max_cell_letters": MAX_CELL_LETTERS,
-        "kind_of": _choose_layout,
+        "choose_layout": _choose_layout,
         "cell_classes": _choose_cell_classes,
         "drop_empty_columns": drop_empty_columns,
     }

@@ -66,7 +66,10 @@ def as_json(report: Report) -> dict[str, Any]:
     """The report as plain dicts, lists, numbers and strings."""
     facts = report.facts
     shortened = find_shortened(report)
-    lists = {key: list(_list_entries(report, key, key in shortened)) for key in OF_RANKS}
+    lists = {}
+    for key in OF_RANKS:
+        entries = _list_entries(report, key, short=key in shortened)
+        lists[key] = list(entries)
     return {
         "schema": REPORT_SCHEMA,
         "title": report.title,
@@ -92,14 +95,18 @@ def as_json(report: Report) -> dict[str, Any]:
 
 def _list_entries(report: Report, key: str, short: bool) -> Iterator[dict[str, Any]]:
     """List what there is once per rank. `short`: without lists, except for the rank that the report shows."""
-    shown = (report.facts.critical, report.facts.highest_snapshot)
-    for one in getattr(report.facts, key):
-        less = short and not any(one is other for other in shown)
+    facts = report.facts
+    for one in getattr(facts, key):
+        is_shown = one is facts.critical or one is facts.highest_snapshot
+        without_lists = short and not is_shown
         if not isinstance(one, RankFacts):
-            yield plain(one, less)
+            yield plain(one, without_lists)
             continue
-        entry = plain({name: getattr(one.trace, name) for name in OF_TRACE}, less)
-        yield entry | {"time": plain(one.time, less), "kernels": plain(one.kernels, less)}
+        of_trace = {name: getattr(one.trace, name) for name in OF_TRACE}
+        entry = plain(of_trace, without_lists)
+        entry["time"] = plain(one.time, without_lists)
+        entry["kernels"] = plain(one.kernels, without_lists)
+        yield entry
 
 
 def _run_as_json(run: Run) -> dict[str, Any]:
@@ -118,9 +125,10 @@ def _ranks_as_json(ranks: RankMedians) -> dict[str, Any]:
     """Write the medians of ranks, with evenly chosen console lines and numbers of memory of a long run."""
     lines = ranks.intervals
     tables = len(dataclasses.fields(lines)) + len(lines.phases_ms) + len(lines.gpu_phases_ms)
-    most = max(MAX_WRITTEN_RANK_NUMBERS // (tables * len(ranks.step_ms)), 1)
-    chosen = lines.take(choose_evenly(len(lines.first), most))
-    chosen_numbers = choose_evenly(len(ranks.host_memory_bytes), most)
+    numbers_of_line = tables * len(ranks.step_ms)
+    limit = max(MAX_WRITTEN_RANK_NUMBERS // numbers_of_line, 1)
+    chosen = lines.take(choose_evenly(len(lines.first), limit))
+    chosen_numbers = choose_evenly(len(ranks.host_memory_bytes), limit)
     shortened = dataclasses.replace(
         ranks,
         intervals=chosen,
@@ -132,10 +140,12 @@ def _ranks_as_json(ranks: RankMedians) -> dict[str, Any]:
     return found
 
 
-def choose_evenly(length: int, most: int) -> slice:
-    """Every n-th of `length` entries, the last one among them, so that about `most` are left."""
-    every = -(-length // most)
-    return slice((length - 1) % every if length else 0, None, every)
+def choose_evenly(length: int, limit: int) -> slice:
+    """Choose every n-th of `length` entries, the last one among them, so that about `limit` are left."""
+    # rounded up
+    every = -(-length // limit)
+    first = (length - 1) % every if length else 0
+    return slice(first, None, every)
 
 
 def _line_as_json(lines: RankLines, number: int) -> dict[str, Any]:
@@ -145,8 +155,12 @@ def _line_as_json(lines: RankLines, number: int) -> dict[str, Any]:
         if not isinstance(value, dict):
             found[name] = plain(value[number])
             continue
-        phases = {phase: ms[number] for phase, ms in value.items()}
-        found[name] = {phase: plain(ms) for phase, ms in phases.items() if not np.isnan(ms).all()}
+        phases = {}
+        for phase, ms_by_line in value.items():
+            ms = ms_by_line[number]
+            if not np.isnan(ms).all():
+                phases[phase] = plain(ms)
+        found[name] = phases
     return found
 
 

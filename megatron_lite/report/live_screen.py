@@ -338,7 +338,7 @@ def _draw_ranks(view: View) -> RenderableType | None:
     if not view.ranks:
         return None
     longest_ms = max(one.step_ms for one in view.ranks)
-    write = partial(milliseconds, of=longest_ms)
+    write = partial(milliseconds, largest=longest_ms)
     table = _make_table("Ranks, ms", "step", "own work", "data", "no core")
     for one in _choose_ranks(view.ranks):
         table.add_row(

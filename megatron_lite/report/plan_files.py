@@ -41,7 +41,7 @@ def plan_page(report: PlanReport) -> str:
         command="plan",
         sentences=_split_verdicts(verdicts(report)),
         confidence="before the run: memory is an estimate in closed form, times are lower bounds",
-        of_gaps="What was assumed",
+        gaps_title="What was assumed",
         gaps=report.subject.notes,
         numbers="--json FILE",
     )
@@ -66,7 +66,7 @@ def memory_by_stage(report: PlanReport) -> Figure | None:
     if not training.outlooks:
         return chart
     room = training.outlooks[0].room_bytes / GIB
-    return replace(chart, says=f"{chart.says}; dotted: the GPU's memory", limit=room)
+    return replace(chart, description=f"{chart.description}; dotted: the GPU's memory", limit=room)
 
 
 def schedule_of_plan(report: PlanReport) -> Figure | None:
@@ -89,8 +89,8 @@ def time_against_memory(report: PlanReport) -> Figure | None:
         _build_curve(list(found.fitting), "fits", palette.GREY, Look.POINTS),
         _build_curve(found.front, "none is as fast with less memory", palette.BLUE, Look.JOINED_POINTS),
     ]
-    says = f"Least time and memory of {len(found.fitting)} variants that fit into one {found.processor.name}"
-    return CurveChart(says, curves, Axis("GiB at the peak"), Axis("ms per step at best", is_log=True), 280)
+    description = f"Least time and memory of {len(found.fitting)} variants that fit into one {found.processor.name}"
+    return CurveChart(description, curves, Axis("GiB at the peak"), Axis("ms per step at best", is_log=True), 280)
 
 
 def _build_curve(candidates: list[Candidate], name: str, color: str, look: Look) -> Curve:

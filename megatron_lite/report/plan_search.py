@@ -86,8 +86,8 @@ def build_search_sections(found: Search, everything: bool) -> Iterator[Section]:
     )
     reasons = [*_give_reasons(layouts[0]), *_compare(layouts), caveat]
     table = _build_table(layouts, everything)
-    of = f"{len(layouts)} layouts fit, {count(found.tried)} variants tried"
-    yield Section("layouts", "Fastest of each layout", of, [table, Lines(reasons, quiet=True)])
+    subtitle = f"{len(layouts)} layouts fit, {count(found.tried)} variants tried"
+    yield Section("layouts", "Fastest of each layout", subtitle, [table, Lines(reasons, quiet=True)])
     table = _build_table(found.front, everything)
     yield Section("front", "Time against memory", "no other layout is as fast with less memory", [table])
 

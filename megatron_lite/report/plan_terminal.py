@@ -334,8 +334,8 @@ def _build_parameters_section(subject: Subject) -> Section:
     parts = {name: number for name, number in subject.parts.items() if number}
     whole = sum(parts.values())
     table = build_share_table(list(parts.items()), whole, count)
-    of = f"{count(whole)} ({short_count(whole)})"
-    return Section("parameters", "Parameters", of, [table])
+    subtitle = f"{count(whole)} ({short_count(whole)})"
+    return Section("parameters", "Parameters", subtitle, [table])
 
 
 def _build_memory_sections(memory: MemoryPrediction, why: bool) -> Iterator[Section]:
@@ -360,8 +360,8 @@ def _build_peak_section(peak: Moment, why: bool) -> Section:
     blocks: list[Block] = [_build_ledger(peak, shown)]
     if why:
         blocks.append(Lines(_write_formulas(shown), quiet=True))
-    of = f"estimate for one GPU, {peak.where} ({peak.phase})"
-    return Section("memory", "Memory at the peak", of, blocks)
+    subtitle = f"estimate for one GPU, {peak.where} ({peak.phase})"
+    return Section("memory", "Memory at the peak", subtitle, blocks)
 
 
 def _write_formulas(rows: Iterable[LedgerRow | TimeRow]) -> list[str]:
@@ -401,8 +401,8 @@ def build_stages_section(unsorted: Sequence[StageOutlook], everything: bool) -> 
     why = _say_why_heaviest(stages)
     meaning = "state: weights, moments, gradients; in flight: micro-batches whose activations are kept for backward"
     lines = Lines([why, meaning], quiet=True)
-    of = "estimate for one GPU of each, at its peak"
-    return Section("stages", "Memory by stage", of, [table, lines])
+    subtitle = "estimate for one GPU of each, at its peak"
+    return Section("stages", "Memory by stage", subtitle, [table, lines])
 
 
 def _list_stage_cells(one: StageOutlook) -> list[str]:
@@ -454,8 +454,8 @@ def _build_schedule_section(plan: Plan, training: Training, everything: bool) ->
     bubble = measure_bubble(num_stages, micro_batches, chunks * actions_of_chunk)
     formula = f"{percent(bubble)} by formula, for equal stages and {count(micro_batches)} micro-batches"
     note = Lines([f"bubble: {formula}"], quiet=True)
-    of = f"{count(simulated)} micro-batches at best, all stages as they compute"
-    yield Section("schedule", "Schedule", of, [table, note])
+    subtitle = f"{count(simulated)} micro-batches at best, all stages as they compute"
+    yield Section("schedule", "Schedule", subtitle, [table, note])
 
 
 def _build_waits(actions: Sequence[TimedAction], num_stages: int, everything: bool) -> Table:
@@ -569,8 +569,8 @@ def build_exact_section(memory: MemoryPrediction, found: Exact) -> Section:
     expandable = f"with expandable segments {size(found.expandable_reserved_bytes)}"
     reserved = f"reserved by the caching allocator: {size(found.reserved_peak_bytes)}; {expandable}"
     lines = Lines([where, reserved, *found.notes])
-    of = f"the real model and step, without data, in {found.seconds:.1f} s"
-    return Section("exact", "Exact", of, [table, lines])
+    subtitle = f"the real model and step, without data, in {found.seconds:.1f} s"
+    return Section("exact", "Exact", subtitle, [table, lines])
 
 
 def _list_exact_cells(name: str, exact_bytes: int, formula_bytes: int) -> tuple[str, str, str, str]:
@@ -586,10 +586,10 @@ def build_time_section(outlooks: Sequence[Outlook], why: bool) -> Section:
     """The parts of a step at best: with limits and bars for one GPU, a column for each of several."""
     if len(outlooks) == 1:
         table = _build_time_of_one(outlooks[0])
-        of = f"{outlooks[0].processor.name}, a lower bound"
+        subtitle = f"{outlooks[0].processor.name}, a lower bound"
     else:
         table = _build_times_of_several(outlooks)
-        of = "lower bounds"
+        subtitle = "lower bounds"
     blocks: list[Block] = [table]
     formulas = []
     lines = ["real steps take longer: kernels miss the peak, and launches and the host take time"]
@@ -600,7 +600,7 @@ def build_time_section(outlooks: Sequence[Outlook], why: bool) -> Section:
         blocks.append(Lines(formulas, quiet=True))
     # several GPUs have notes in common
     blocks.append(Lines(list(dict.fromkeys(lines)), quiet=True))
-    return Section("time", "Time of a step at best", of, blocks)
+    return Section("time", "Time of a step at best", subtitle, blocks)
 
 
 def _build_time_of_one(outlook: Outlook) -> Table:
@@ -681,15 +681,15 @@ def _build_what_if_section(training: Training, margin: float) -> Section:
             row.append(_write_best_step(variant.time) or "not known")
         rows.append(row)
     head = ["", "peak", "against now"]
-    of = "one change each"
+    subtitle = "one change each"
     align = "lrr"
     if outlook:
         head += ["fits", "at best"]
-        of = outlook.processor.name
+        subtitle = outlook.processor.name
         align += "lr"
     table = Table(rows, align, head)
     lines = Lines([f"all layers: {ALL_LAYERS}"], quiet=True)
-    return Section("what_if", "What if", of, [table, lines])
+    return Section("what_if", "What if", subtitle, [table, lines])
 
 
 def _build_fit_section(fit: Fit) -> Section:
@@ -735,8 +735,8 @@ def build_inference_section(generating: Generating, why: bool) -> Section:
         for _, on_gpu in timed:
             lines += _write_formulas(on_gpu.token_rows)
     blocks.append(Lines(lines))
-    of = f"batch {found.batch}, {count(found.tokens)} tokens each; tensors only"
-    return Section("inference", "Inference", of, blocks)
+    subtitle = f"batch {found.batch}, {count(found.tokens)} tokens each; tensors only"
+    return Section("inference", "Inference", subtitle, blocks)
 
 
 def _build_weights(formats: Sequence[str], found: InferencePrediction) -> Table:

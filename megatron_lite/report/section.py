@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import TypeVar
 
 from megatron_lite.report.text import BAR_WIDTH, WIDTH, Style, fit, heading, percent, share, shorten, wrapped
@@ -77,34 +78,34 @@ class Section:
 
     key: str  # also the place of its chart
     title: str
-    of: str
+    subtitle: str
     blocks: Sequence[Block]
 
 
-def limit_rows(rows: Sequence[Row], most: int, everything: bool) -> tuple[Sequence[Row], int]:
+def limit_rows(rows: Sequence[Row], limit: int, everything: bool) -> tuple[Sequence[Row], int]:
     """Choose the rows of a table to show. A single row is never hidden: the line that says so would take its place.
 
     Args:
         rows: all rows.
-        most: how many to show.
+        limit: how many to show.
         everything: show all.
 
     Returns:
         The rows to show, and how many are hidden.
     """
-    if everything or len(rows) <= most + 1:
+    if everything or len(rows) <= limit + 1:
         return rows, 0
-    return rows[:most], len(rows) - most
+    return rows[:limit], len(rows) - limit
 
 
 def drop_empty_columns(table: Table) -> Table:
     """Remove the columns in which no row has anything; both renderers begin with it."""
-    kept = [column for column in range(len(table.align)) if any(row[column] for row in table.rows)]
+    is_filled = [any(cells) for cells in zip(*table.rows)]
     return replace(
         table,
-        rows=[[row[column] for column in kept] for row in table.rows],
-        align="".join(table.align[column] for column in kept),
-        head=[table.head[column] for column in kept] if table.head else (),
+        rows=[list(compress(row, is_filled)) for row in table.rows],
+        align="".join(compress(table.align, is_filled)),
+        head=list(compress(table.head, is_filled)),
     )
 
 
@@ -136,7 +137,7 @@ def build_share_table(
 
 def section_lines(section: Section, style: Style) -> list[str]:
     """A section under its title."""
-    lines = [heading(section.title, section.of, style)]
+    lines = [heading(section.title, section.subtitle, style)]
     for block in section.blocks:
         if isinstance(block, Table):
             lines += table_lines(block, style) if block.rows else []
@@ -151,10 +152,13 @@ def section_lines(section: Section, style: Style) -> list[str]:
 
 def _write_card(card: Card, style: Style) -> list[str]:
     """Write a finding: its title with its cost at the right, and in full with evidence and advice."""
+    indent = "  "
     cost = escape(card.cost)
-    title = fit(f"{card.number:>2}. {card.code}: {card.title}", WIDTH - len(cost) - 4)
-    gap = " " * (WIDTH - 2 - len(title) - len(cost))
-    lines = [f"  {style.bold(title)}{gap}{style.warm(cost)}".rstrip()]
+    room = WIDTH - len(indent) - len(cost)
+    title = fit(f"{card.number:>2}. {card.code}: {card.title}", room - 2)
+    gap = " " * (room - len(title))
+    first = f"{indent}{style.bold(title)}{gap}{style.warm(cost)}"
+    lines = [first.rstrip()]
     if card.in_full:
         for text in (*card.evidence, f"try: {card.advice}"):
             lines += wrapped(text, "      ", "        ")
@@ -175,20 +179,30 @@ def _write_check_card(block: CheckCard, style: Style) -> list[str]:
     elif answer == FAILED:
         answer = answer.upper()
         paint = style.warm
-    begin = f"  {paint(f'{answer:<{ANSWER_WIDTH}}')}  {block.number:>2} "
+    painted = paint(answer.ljust(ANSWER_WIDTH))
+    begin = f"  {painted}  {block.number:>2} "
     room = WIDTH - len(ANSWER_INDENT)
-    if not block.in_full:
-        is_seen = answer != NOT_VISIBLE and len(block.reasons) > 0
-        reason = block.reasons[0] if is_seen else block.remedy
-        name = f"{fit(block.name, NAME_WIDTH):<{NAME_WIDTH}}"
-        return [f"{begin}{name}  {shorten(reason, room - NAME_WIDTH - 2)}".rstrip()]
-    lines = [begin + style.bold(fit(block.question, room))]
+    if block.in_full:
+        question = style.bold(fit(block.question, room))
+        return [begin + question, *_write_answer_details(block, style)]
+    is_seen = answer != NOT_VISIBLE and len(block.reasons) > 0
+    reason = block.reasons[0] if is_seen else block.remedy
+    name = fit(block.name, NAME_WIDTH).ljust(NAME_WIDTH)
+    shown = shorten(reason, room - NAME_WIDTH - 2)
+    return [f"{begin}{name}  {shown}".rstrip()]
+
+
+def _write_answer_details(block: CheckCard, style: Style) -> list[str]:
+    """Write what stands below a question in full: the reasons of its answer, what to do, and where it is explained."""
+    hanging = ANSWER_INDENT + "  "
+    lines = []
     for reason in block.reasons:
-        lines += wrapped(reason, ANSWER_INDENT, ANSWER_INDENT + "  ")
+        lines += wrapped(reason, ANSWER_INDENT, hanging)
     if block.hidden:
-        lines.append(style.dim(f"{ANSWER_INDENT}and {block.hidden} more with --all"))
+        hint = f"{ANSWER_INDENT}and {block.hidden} more with --all"
+        lines.append(style.dim(hint))
     if block.remedy:
-        lines += wrapped(block.remedy, ANSWER_INDENT, ANSWER_INDENT + "  ")
+        lines += wrapped(block.remedy, ANSWER_INDENT, hanging)
     if block.code:
         lines += wrapped(f"megatron-lite explain {block.code}", ANSWER_INDENT)
     return lines
@@ -206,20 +220,19 @@ def _write_sentences(block: Lines, style: Style) -> list[str]:
 def table_lines(table: Table, style: Style) -> list[str]:
     """Draw a table for a terminal: columns two spaces apart, the widest cut until they fit, and bars at the end."""
     table = drop_empty_columns(table)
-    cells = [[escape(cell) for cell in row] for row in table.rows]
-    first = 0
-    if table.head:
-        cells.insert(0, [escape(cell) for cell in table.head])
-        first = 1
-    lines = _align_columns(cells, table)
-    if table.head:
+    head = [table.head] if table.head else []
+    texts = [list(map(escape, row)) for row in (*head, *table.rows)]
+    lines = _align_columns(texts, table)
+    if head:
         lines[0] = style.dim(lines[0].rstrip())
+    first = len(head)
     for number, is_faint in enumerate(table.faint, first):
         if is_faint:
             lines[number] = style.dim(lines[number].rstrip())
     for number, part in enumerate(table.shares, first):
         if part is not None:
-            lines[number] += "  " + style.accent(style.bar(part))
+            bar = style.accent(style.bar(part))
+            lines[number] += f"  {bar}"
     lines = [line.rstrip() for line in lines]
     if table.hidden:
         lines.append(style.dim(f"  and {table.hidden} more with --all"))
@@ -228,11 +241,11 @@ def table_lines(table: Table, style: Style) -> list[str]:
 
 def _align_columns(lines: list[list[str]], table: Table) -> list[str]:
     """Write lines with their cells in columns that leave room for the table's bars."""
-    columns = range(len(table.align))
-    room = WIDTH - 2 - 2 * (len(columns) - 1)
+    # two spaces stand before each column
+    room = WIDTH - 2 * len(table.align)
     if table.shares:
         room -= BAR_WIDTH + 2
-    widths = [max(len(line[column]) for line in lines) for column in columns]
+    widths = [max(map(len, cells)) for cells in zip(*lines)]
     while sum(widths) > room and max(widths) > MIN_COLUMN:
         widest = widths.index(max(widths))
         widths[widest] -= 1

@@ -22,26 +22,25 @@ def terminal_lines(report: Report, style: Style, everything: bool = False) -> li
         style: how the terminal may be written to.
         everything: show all rows of all tables, however many lines that takes.
     """
-    begin = [heading(report.title, f"read in {report.read_s:.1f} s", style), ""]
-    begin += map(style.warm, wrapped(report.verdict.headline))
-    begin += map(style.dim, wrapped(describe_confidence(report)))
-    end = _write_limitations(report, style, everything)
+    lines = [heading(report.title, f"read in {report.read_s:.1f} s", style), ""]
+    lines += map(style.warm, wrapped(report.verdict.headline))
+    lines += map(style.dim, wrapped(describe_confidence(report)))
+    limitations = _write_limitations(report, style, everything)
     sections = build_sections(report, everything)
     drawn = {section.key: ["", *section_lines(section, style)] for section in sections}
     checked = drawn.pop(LAST, [])
     left_out = []
     if not everything:
-        room = MAX_LINES - len(begin) - len(end)
+        room = MAX_LINES - len(lines) - len(limitations)
         left_out = _choose_left_out(drawn, room)
-    lines = begin
-    for key, section in drawn.items():
+    for key, section_text in drawn.items():
         if key not in left_out:
-            lines += section
+            lines += section_text
     if left_out:
         titles = {section.key: section.title for section in sections}
         named = ", ".join(titles[key] for key in left_out)
         lines += ["", style.dim(f"With --all: {named}")]
-    return [*lines, *end, *checked]
+    return [*lines, *limitations, *checked]
 
 
 def _choose_left_out(drawn: Mapping[str, Sequence[str]], room: int) -> list[str]:
@@ -66,6 +65,7 @@ def _write_limitations(report: Report, style: Style, everything: bool) -> list[s
     lines = ["", heading("What could not be seen", "", style)]
     for gap in shown:
         lines += wrapped(gap, "  - ", "    ")
-    if len(gaps) > len(shown):
-        lines.append(style.dim(f"  and {len(gaps) - len(shown)} more with --all"))
+    hidden = len(gaps) - len(shown)
+    if hidden:
+        lines.append(style.dim(f"  and {hidden} more with --all"))
     return lines

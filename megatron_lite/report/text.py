@@ -15,16 +15,16 @@ LEAST_MS = 1e-6  # a nanosecond is the clock's tick: less is a rounding error
 SHORTEST_MS = 0.001
 
 
-def milliseconds(value: float | None, of: float | None = None) -> str:
-    """Write a time with as many decimals as make sense beside the largest value `of` its table; nothing but zero is
-    written as 0."""
+def milliseconds(value: float | None, largest: float | None = None) -> str:
+    """Write a time with as many decimals as make sense beside the largest of its table; nothing but zero is written
+    as 0."""
     if value is None or not math.isfinite(value):
         return ""
-    largest = abs(value if of is None else of)
+    scale = abs(value if largest is None else largest)
     decimals = 3
-    if largest >= 100:
+    if scale >= 100:
         decimals = 1
-    elif largest >= 10:
+    elif scale >= 10:
         decimals = 2
     if abs(value) < LEAST_MS:
         return f"{0:.{decimals}f}"
@@ -90,9 +90,11 @@ class Style:
         share = min(max(share, 0.0), 1.0)
         thinnest = 1 if share > 0 else 0
         if not self.unicode:
-            return "#" * max(round(share * width), thinnest)
+            columns = max(round(share * width), thinnest)
+            return "#" * columns
         eighths = max(round(share * width * 8), thinnest)
-        return "█" * (eighths // 8) + EIGHTHS[eighths % 8].strip()
+        columns, further = divmod(eighths, 8)
+        return "█" * columns + EIGHTHS[further].strip()
 
     def _in(self, code: str, text: str) -> str:
         if not self.colour or not text:
@@ -147,13 +149,16 @@ def shorten(text: str, width: int) -> str:
     if len(text) <= width:
         return text
     end = max(text.rfind(mark, 0, width + 1) for mark in CLAUSE_ENDS)
+    # no bracket is left open
     opened = text.rfind(" (", 0, max(end, 0))
     if opened >= 0 and ")" not in text[opened:end]:
         end = opened
     if end >= width // 2:
         return text[:end]
     end = text.rfind(" ", 0, width - 2)
-    return f"{text[:end]} .." if end > 0 else fit(text, width)
+    if end > 0:
+        return f"{text[:end]} .."
+    return fit(text, width)
 
 
 def wrapped(text: str, indent: str = "  ", hanging: str | None = None) -> list[str]:

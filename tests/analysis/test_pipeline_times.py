@@ -55,7 +55,7 @@ def test_the_report_shows_stages_beside_the_schedule(tmp_path):
     assert found.ideal_ms > 11.5 + 8.5 / 8 and found.stages[1].ideal_wait_ms == pytest.approx(found.ideal_ms - 11.5)
     section = pipeline_section(report, False)
     table, lines = section.blocks
-    assert [row[0] for row in table.rows] == ["1", "2", "3", "4"] and "8 micro-batches" in section.of
+    assert [row[0] for row in table.rows] == ["1", "2", "3", "4"] and "8 micro-batches" in section.subtitle
     assert (
         lines.texts[0] == wording("analysis/with-equal-stages-schedule", 27)
         and "stage 2 computes longest" in lines.texts[1]

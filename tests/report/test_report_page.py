@@ -137,7 +137,7 @@ def test_one_trace_of_several_ranks_keeps_its_number(change):
     )
     report = cases.report(ranks_seen=(dataclasses.replace(seen, trace=trace),), ranks=None, snapshots=())
     assert not report.facts.has_one_rank
-    assert any(section.of.startswith("rank ") for section in build_sections(report, True))
+    assert any(section.subtitle.startswith("rank ") for section in build_sections(report, True))
 
 
 @pytest.mark.parametrize(("unexplained", "shown"), [(0.0, False), (0.01, False), (4.0, True)])

@@ -29,7 +29,7 @@ def section(found, everything=False):
 
 def test_memory_row_by_row():
     made = section(predicted(measured()))
-    assert (made.title, made.of) == (
+    assert (made.title, made.subtitle) == (
         wording("report/predicted-against-measured"),
         "rank 0, snapshot.pickle, H100 SXM 80 GB",
     )

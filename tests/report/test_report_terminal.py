@@ -156,8 +156,8 @@ def test_bars_tables_names_and_numbers_fit():
     lines = wrapped("word " * 40, "  - ", "    ")
     assert lines[0].startswith("  - word") and all(line.startswith("    word") for line in lines[1:]) and len(lines) > 1
     shown = [milliseconds(value) for value in (1234.5, 12.345, 0.12345, None, float("nan"))]
-    assert shown == ["1,234.5", "12.35", "0.123", "", ""] and milliseconds(0.5, of=200) == "0.5"
-    small = [milliseconds(value, of=200) for value in (0.0, 1e-12, -1e-12, 0.05, 0.049, 0.0123, 0.0004, -0.02)]
+    assert shown == ["1,234.5", "12.35", "0.123", "", ""] and milliseconds(0.5, largest=200) == "0.5"
+    small = [milliseconds(value, largest=200) for value in (0.0, 1e-12, -1e-12, 0.05, 0.049, 0.0123, 0.0004, -0.02)]
     assert small == ["0.0", "0.0", "0.0", "0.1", "0.05", "0.01", "<0.001", "-0.02"]
     assert [percent(share) for share in (0.0, 0.001, 0.126, None)] == ["0%", "<1%", "13%", ""]
     assert [flops(value) for value in (31e12, 5e9, 12, 2e18)] == ["31 TFLOP", "5 GFLOP", "12 FLOP", "2,000 PFLOP"]

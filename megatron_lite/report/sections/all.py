@@ -42,10 +42,10 @@ def findings_section(report: Report, everything: bool) -> Section | None:
     for number, finding in enumerate(shown, 1):
         blocks.append(_build_card(number, finding, report, everything))
     more = f"and {hidden} more with --all; " if hidden else ""
-    told = f"{more}megatron-lite explain CODE describes a finding and its false alarms"
-    blocks.append(Lines([told], quiet=True, is_hint=True))
-    of = "cost per step or at peak memory; savings are maximums, do not add them up"
-    return Section("findings", "Findings", of, blocks)
+    note = f"{more}megatron-lite explain CODE describes a finding and its false alarms"
+    blocks.append(Lines([note], quiet=True, is_hint=True))
+    subtitle = "cost per step or at peak memory; savings are maximums, do not add them up"
+    return Section("findings", "Findings", subtitle, blocks)
 
 
 def _build_card(number: int, finding: Finding, report: Report, everything: bool) -> Card:
@@ -63,8 +63,8 @@ def _build_card(number: int, finding: Finding, report: Report, everything: bool)
         title += f" (rank {finding.rank})"
     evidence = [write_evidence(one.text, one.where, has_one_rank) for one in finding.evidence]
     if not everything:
-        most = MAX_EVIDENCE if number == 1 else 1
-        evidence = evidence[:most]
+        limit = MAX_EVIDENCE if number == 1 else 1
+        evidence = evidence[:limit]
     page = report.find_page(finding)
     return Card(
         number=number,
@@ -145,19 +145,25 @@ def ranks_section(report: Report, everything: bool) -> Section | None:
     ranks = report.facts.ranks
     if ranks is None or len(ranks.rows) < 2:
         return None
-    rows = list(ranks.rows)
-    if not everything and len(rows) > MAX_RANK_ROWS:
-        awaited = sorted(rows, key=lambda row: -(row.caused_wait_ms or 0.0))
-        kept = awaited[: MAX_RANK_ROWS // 2] + awaited[-(MAX_RANK_ROWS // 2) :]
-        rows = [row for row in rows if row in kept]
+    shown = ranks.rows if everything else _choose_ranks(ranks.rows)
     texts = []
     if ranks.straggler is not None:
         texts += _describe_late_rank(report.facts, ranks.straggler)
     if ranks.missing:
         texts.append(_describe_missing_ranks(ranks.missing))
-    table = _build_rank_table(rows, hidden=len(ranks.rows) - len(rows))
+    table = _build_rank_table(shown, hidden=len(ranks.rows) - len(shown))
     subtitle = "ms per step; waits: in collectives, for others; awaited: how long others wait for it"
     return Section("ranks", "Ranks", subtitle, [Lines(texts), table])
+
+
+def _choose_ranks(rows: Sequence[RankRow]) -> Sequence[RankRow]:
+    """Choose the ranks that are shown, in their order: of many those that others wait for most and least."""
+    if len(rows) <= MAX_RANK_ROWS:
+        return rows
+    awaited_first = sorted(rows, key=lambda row: -(row.caused_wait_ms or 0.0))
+    half = MAX_RANK_ROWS // 2
+    kept = [*awaited_first[:half], *awaited_first[-half:]]
+    return [row for row in rows if row in kept]
 
 
 def _describe_missing_ranks(missing: Sequence[int]) -> str:
@@ -172,10 +178,10 @@ def _describe_missing_ranks(missing: Sequence[int]) -> str:
 def _build_rank_table(rows: Sequence[RankRow], hidden: int) -> Table:
     """Build a row per rank, ms per step. hidden: how many ranks are not shown."""
     longest_ms = max((row.step_ms for row in rows if not math.isnan(row.step_ms)), default=0.0)
-    write = partial(milliseconds, of=longest_ms)
-    body = []
+    write = partial(milliseconds, largest=longest_ms)
+    table_rows = []
     for row in rows:
-        body.append(
+        table_rows.append(
             [
                 str(row.rank),
                 row.host,
@@ -193,7 +199,7 @@ def _build_rank_table(rows: Sequence[RankRow], hidden: int) -> Table:
     head = [
         "rank", "host", "step", "compute", "comm.", "exposed", "waits", "data wait", "host idle", "last in", "awaited",
     ]  # fmt: skip
-    return Table(body, "rl" + "r" * 9, head, hidden=hidden)
+    return Table(table_rows, "rl" + "r" * 9, head, hidden=hidden)
 
 
 def pipeline_section(report: Report, everything: bool) -> Section | None:
@@ -202,7 +208,7 @@ def pipeline_section(report: Report, everything: bool) -> Section | None:
     if found is None:
         return None
     step_ms = max(stage.own_ms + stage.wait_ms for stage in found.stages)
-    write = partial(milliseconds, of=step_ms)
+    write = partial(milliseconds, largest=step_ms)
     shown, hidden = limit_rows(found.stages, MAX_RANK_ROWS, everything)
     rows = []
     for stage in shown:
@@ -222,8 +228,8 @@ def pipeline_section(report: Report, everything: bool) -> Section | None:
         ["stage", "layers", "forward", "backward", "waits", "at best"],
         hidden=hidden,
     )
-    of = f"ms per step of {found.micro_batches} micro-batches; at best: waiting that the schedule requires"
-    return Section("pipeline", "Pipeline", of, [table, Lines(_describe_pipeline(found, step_ms))])
+    subtitle = f"ms per step of {found.micro_batches} micro-batches; at best: waiting that the schedule requires"
+    return Section("pipeline", "Pipeline", subtitle, [table, Lines(_describe_pipeline(found, step_ms))])
 
 
 def _describe_pipeline(found: PipelineTimes, step_ms: float) -> list[str]:
@@ -233,7 +239,7 @@ def _describe_pipeline(found: PipelineTimes, step_ms: float) -> list[str]:
         found: the stages' times.
         step_ms: a step of the stage that takes longest, waiting included.
     """
-    write = partial(milliseconds, of=step_ms)
+    write = partial(milliseconds, largest=step_ms)
     chunks = f" of {found.chunks} chunks" if found.chunks > 1 else ""
     slowest = max(found.stages, key=lambda stage: stage.own_ms)
     less = write(max(step_ms - found.ideal_ms, 0.0))
@@ -251,14 +257,14 @@ def collectives_section(report: Report, everything: bool) -> Section | None:
     if ranks is None or not ranks.collectives:
         return None
     shown, hidden = limit_rows(ranks.collectives, MAX_COLLECTIVE_ROWS, everything)
-    write = partial(milliseconds, of=max(row.kernel_ms for row in shown))
+    write = partial(milliseconds, largest=max(row.kernel_ms for row in shown))
     has_groups = len(ranks.groups) > 1
-    body = []
+    table_rows = []
     for row in shown:
         name = row.name
         if row.algorithm and everything:
             name += f" ({row.algorithm})"
-        body.append(
+        table_rows.append(
             [
                 name,
                 row.group if has_groups else "",
@@ -276,7 +282,7 @@ def collectives_section(report: Report, everything: bool) -> Section | None:
     head = [
         "collective", "group", "phase", "ranks", "calls", "each", "ms", "transfer", "waiting", "exposed", "bus GB/s",
     ]  # fmt: skip
-    tables = [*_build_groups(ranks), Table(body, "lllrrrrrrrr", head, hidden=hidden)]
+    tables = [*_build_groups(ranks), Table(table_rows, "lllrrrrrrrr", head, hidden=hidden)]
     return Section("collectives", "Collectives", "ms per step, mean over ranks", tables)
 
 
@@ -291,13 +297,13 @@ def _build_groups(ranks: RankComparison) -> list[Table]:
     """Build the table of what each dimension of the layout costs; nothing where there is only one."""
     if len(ranks.groups) < 2:
         return []
-    write = partial(milliseconds, of=max(row.busy_ms for row in ranks.groups))
-    body = []
+    write = partial(milliseconds, largest=max(row.busy_ms for row in ranks.groups))
+    table_rows = []
     for row in ranks.groups:
         most = ""
         if row.most_exposed_rank is not None:
             most = f"{write(row.most_exposed_ms)} on rank {row.most_exposed_rank}"
-        body.append(
+        table_rows.append(
             [
                 row.group or "unknown",
                 calls(row.per_step),
@@ -307,7 +313,7 @@ def _build_groups(ranks: RankComparison) -> list[Table]:
                 most,
             ]
         )
-    return [Table(body, "lrrrrr", ["group", "calls", "bytes", "ms", "exposed", "most exposed"])]
+    return [Table(table_rows, "lrrrrr", ["group", "calls", "bytes", "ms", "exposed", "most exposed"])]
 
 
 # --- what the run folder says of the whole run, of which a trace shows a few steps

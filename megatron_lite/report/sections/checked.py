@@ -2,11 +2,12 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megatron_lite.analysis.findings.base import CheckResult
 from megatron_lite.analysis.findings.check_case import Check
 from megatron_lite.analysis.report import Report
-from megatron_lite.report.section import FAILED, NOT_VISIBLE, PASSED, Block, CheckCard, Lines, Section
+from megatron_lite.report.section import FAILED, NOT_VISIBLE, PASSED, CheckCard, Lines, Section
 from megatron_lite.report.text import write_evidence
 
 KEY = "checked"
@@ -19,9 +20,12 @@ def checked_section(report: Report, everything: bool) -> Section | None:
     """Build a line per check; of everything, all evidence with it. None where the checks could not be made."""
     if not report.checks:
         return None
-    section = build_checked_section(report.checks, report.facts.has_one_rank, in_full=everything, everything=everything)
+    has_one_rank = report.facts.has_one_rank
+    section = build_checked_section(report.checks, has_one_rank, in_full=everything, everything=everything)
+    if everything:
+        return section
     hint = Lines(["megatron-lite audit PATH prints all questions with their evidence"], quiet=True, is_hint=True)
-    return section if everything else Section(section.key, section.title, section.of, [*section.blocks, hint])
+    return replace(section, blocks=[*section.blocks, hint])
 
 
 def build_checked_section(
@@ -35,21 +39,26 @@ def build_checked_section(
         in_full: whether questions stand with evidence and remedy rather than in a line each.
         everything: show all evidence of all checks.
     """
-    number = Counter(check.answer for check in checks)
-    of = ", ".join(f"{number[answer]} {word}" for answer, word in WORDS.items())
-    blocks: list[Block] = [_build_card(check, has_one_rank, in_full, everything) for check in checks]
-    return Section(KEY, "Checked", of, blocks)
+    number_by_answer = Counter(check.answer for check in checks)
+    counts = [f"{number_by_answer[answer]} {word}" for answer, word in WORDS.items()]
+    cards = [_build_card(check, has_one_rank, in_full, everything) for check in checks]
+    return Section(KEY, "Checked", ", ".join(counts), cards)
 
 
 def _build_card(check: Check, has_one_rank: bool, in_full: bool, everything: bool) -> CheckCard:
     """Build what is shown of a check; for the arguments see build_checked_section."""
     shown = check.evidence if everything else check.evidence[:MAX_ANSWER_REASONS]
+    reasons = []
+    for one in shown:
+        # a line has no room for the place
+        where = one.where if in_full else ""
+        reasons.append(write_evidence(one.text, where, has_one_rank))
     return CheckCard(
         number=check.number,
         answer=WORDS[check.answer],
         question=check.question,
         name=check.name,
-        reasons=[write_evidence(one.text, one.where if in_full else "", has_one_rank) for one in shown],
+        reasons=reasons,
         hidden=len(check.evidence) - len(shown),
         remedy=f"{VERBS[check.answer]}{check.remedy}" if check.remedy else "",
         code=check.code,

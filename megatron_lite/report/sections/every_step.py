@@ -23,7 +23,7 @@ def every_step_section(report: Report, everything: bool) -> Section | None:
         return None
     on_gpu = any(row.gpu_ms is not None for row in found.rows)
     has_window = found.profiled_step_ms is not None
-    write = partial(milliseconds, of=max(found.step_ms, found.profiled_step_ms or 0.0))
+    write = partial(milliseconds, largest=max(found.step_ms, found.profiled_step_ms or 0.0))
     rows = []
     for row in found.rows:
         if everything or _is_shown(row, found.step_ms):

@@ -59,16 +59,19 @@ def _describe_peak(snapshot: Snapshot) -> str:
 
 def _build_holders(snapshot: Snapshot) -> Block:
     """Build the table of what holds the peak, by category; small categories share a row."""
-    peak_bytes = snapshot.peak_bytes
-    least_bytes = MAX_SMALL_SHARE * peak_bytes
+    least_bytes = MAX_SMALL_SHARE * snapshot.peak_bytes
+    rest_bytes = snapshot.peak_bytes
     held = []
-    if least_bytes > 0:
-        held = [(part.category, part.num_bytes) for part in snapshot.held if part.num_bytes >= least_bytes]
-    rest_bytes = peak_bytes - sum(num_bytes for _, num_bytes in held)
+    colors = []
+    for part in snapshot.held:
+        if 0 < least_bytes <= part.num_bytes:
+            held.append((part.category, part.num_bytes))
+            colors.append(palette.HELD.get(part.category, palette.GREY))
+            rest_bytes -= part.num_bytes
     if rest_bytes > 0:
         held.append((OTHER_CATEGORIES, rest_bytes))
-    colors = [palette.HELD.get(category, palette.GREY) for category, _ in held]
-    return build_share_table(held, peak_bytes, size, colors)
+        colors.append(palette.GREY)
+    return build_share_table(held, snapshot.peak_bytes, size, colors)
 
 
 def _build_sites(snapshot: Snapshot, everything: bool) -> Table:
@@ -84,19 +87,21 @@ def _build_sites(snapshot: Snapshot, everything: bool) -> Table:
 
 def _name_other_peaks(facts: Facts, shown: Snapshot) -> list[str]:
     """A line with the peaks of the snapshots beside the one that is shown."""
-    named = []
     others = [one for one in facts.snapshots if one is not shown]
+    if not others:
+        return []
+    peaks = []
     for one in others[:MAX_OTHERS]:
         name = one.source if one.rank is None else f"rank {one.rank}"
-        named.append(f"{name} {size(one.peak_bytes)}")
-    return [f"peaks of others: {', '.join(named)}"] if named else []
+        peaks.append(f"{name} {size(one.peak_bytes)}")
+    return [f"peaks of others: {', '.join(peaks)}"]
 
 
-def _build_ledger(rows: Sequence[MeasuredCategory], everything: bool) -> tuple[Table, list[str]]:
+def _build_ledger(categories: Sequence[MeasuredCategory], everything: bool) -> tuple[Table, list[str]]:
     """Build the table of formulas beside measurements, and name the categories in which they agree.
 
     Args:
-        rows: the categories.
+        categories: each by its formula and as measured.
         everything: show all categories with their formulas, not only those that differ.
     """
     head = ["at its own peak", "measured", "formula"]
@@ -104,22 +109,23 @@ def _build_ledger(rows: Sequence[MeasuredCategory], everything: bool) -> tuple[T
     if everything:
         head.append("which is")
         align += "l"
-    body = []
+    rows = []
     agreeing = []
-    for row in rows:
-        off_bytes = abs(row.difference_bytes)
-        agrees = off_bytes == 0 or off_bytes < DIFFERS * row.formula_bytes
-        if agrees and row.formula_bytes:
-            agreeing.append(row.category)
-        cells = [row.category, size(row.measured_bytes), size(row.formula_bytes)]
+    for one in categories:
+        off_bytes = abs(one.difference_bytes)
+        agrees = off_bytes == 0 or off_bytes < DIFFERS * one.formula_bytes
+        if agrees and one.formula_bytes:
+            agreeing.append(one.category)
+        cells = [one.category, size(one.measured_bytes), size(one.formula_bytes)]
         if everything:
-            body.append([*cells, row.formula])
+            rows.append([*cells, one.formula])
         elif not agrees:
-            body.append(cells)
-    told = []
+            rows.append(cells)
+    notes = []
     if agreeing:
-        told.append(f"formula and measurement agree within {DIFFERS:.0%}: {', '.join(agreeing)}")
-    return Table(body, align, head), told
+        named = ", ".join(agreeing)
+        notes.append(f"formula and measurement agree within {DIFFERS:.0%}: {named}")
+    return Table(rows, align, head), notes
 
 
 def _build_traced_section(facts: Facts, how: str) -> Section | None:
@@ -178,8 +184,9 @@ def _describe_layers(snapshot: Snapshot, everything: bool) -> str:
     if not snapshot.layers:
         return ""
     layers = [layer for layer in snapshot.layers if layer.name != OUTSIDE]
+    all_bytes = sum(layer.num_bytes for layer in snapshot.layers)
     inside_bytes = sum(layer.num_bytes for layer in layers)
-    outside_bytes = sum(layer.num_bytes for layer in snapshot.layers) - inside_bytes
+    outside_bytes = all_bytes - inside_bytes
     line = f"activations of {counted(len(layers), 'layer')}: {size(inside_bytes)}"
     if outside_bytes:
         line += f", {OUTSIDE} {size(outside_bytes)}"
@@ -187,8 +194,9 @@ def _describe_layers(snapshot: Snapshot, everything: bool) -> str:
         return line
     if everything:
         return f"{line}; {_name_layers(layers)}"
-    largest = sorted(layers, key=lambda layer: -layer.num_bytes)[:MAX_LAYER_ROWS]
-    return f"{line}; most in {_name_layers(largest)}"
+    largest_first = sorted(layers, key=lambda layer: -layer.num_bytes)
+    largest = _name_layers(largest_first[:MAX_LAYER_ROWS])
+    return f"{line}; most in {largest}"
 
 
 def _name_layers(layers: Sequence[Layer]) -> str:
@@ -200,9 +208,12 @@ def _describe_growth(snapshot: Snapshot) -> str:
     growth = snapshot.growth
     if growth is None:
         return ""
-    line = f"grows by {size(growth.bytes_per_step)} per step over {counted(growth.steps, 'step')}"
-    sites = "; ".join(f"{size(site.num_bytes)} by {site.site}" for site in growth.sites[:MAX_GROWING])
-    return f"{line}: {sites}" if sites else line
+    each = size(growth.bytes_per_step)
+    line = f"grows by {each} per step over {counted(growth.steps, 'step')}"
+    sites = []
+    for site in growth.sites[:MAX_GROWING]:
+        sites.append(f"{size(site.num_bytes)} by {site.site}")
+    return f"{line}: {'; '.join(sites)}" if sites else line
 
 
 def _describe_reserved(snapshot: Snapshot) -> str:
@@ -210,17 +221,19 @@ def _describe_reserved(snapshot: Snapshot) -> str:
     found = snapshot.fragmentation
     if not found.reserved_bytes:
         return ""
-    unused = found.reserved_bytes - found.allocated_bytes
-    share = percent(unused / found.reserved_bytes)
+    unused_bytes = found.reserved_bytes - found.allocated_bytes
+    share = percent(unused_bytes / found.reserved_bytes)
+    unused = f"{size(unused_bytes)} not allocated then ({share})"
     place = " outside of private pools" if snapshot.private_pools else ""
-    line = f"reserved{place}: {size(found.reserved_bytes)} at most, {size(unused)} not allocated then ({share})"
+    line = f"reserved{place}: {size(found.reserved_bytes)} at most, {unused}"
     if found.expandable:
         return f"{line}; expandable segments are on"
-    if found.replay_reserved_bytes is None:
+    replayed_bytes = found.replay_reserved_bytes
+    if replayed_bytes is None:
         return line
-    saved = found.reserved_bytes - found.replay_reserved_bytes
-    gain = f"{size(saved)} less" if saved > 0 else "no less"
-    return f"{line}; replayed with expandable segments: {size(found.replay_reserved_bytes)}, {gain}"
+    saved_bytes = found.reserved_bytes - replayed_bytes
+    gain = f"{size(saved_bytes)} less" if saved_bytes > 0 else "no less"
+    return f"{line}; replayed with expandable segments: {size(replayed_bytes)}, {gain}"
 
 
 def _describe_private_pools(snapshot: Snapshot) -> list[str]:
@@ -301,7 +314,8 @@ def _build_memory_row(row: Compared) -> list[str]:
 
 def _compare_time(time: ComparedTime) -> list[Block]:
     """Each part of the step beside the shortest time that the hardware allows."""
-    rows = [_build_time_row(row, time.step.measured) for row in (*time.parts, time.step)]
+    step_ms = time.step.measured
+    rows = [_build_time_row(row, step_ms) for row in (*time.parts, time.step)]
     tokens = time.tokens
     if tokens:
         reached = percent(tokens.measured / tokens.predicted)
@@ -313,12 +327,13 @@ def _compare_time(time: ComparedTime) -> list[Block]:
                 f"{reached} of the bound",
             ]
         )
-    told = []
+    notes = []
     if time.parts:
-        told.append("at best: every part runs at the hardware's peak, without gaps; real steps take longer")
-    told += [f"not in the bound: {text}" for text in time.not_predicted]
+        notes.append("at best: every part runs at the hardware's peak, without gaps; real steps take longer")
+    for text in time.not_predicted:
+        notes.append(f"not in the bound: {text}")
     table = Table(rows, "lrrr", ["ms per step", "at best", "measured", "measured is"])
-    return [table, Lines(told, quiet=True)]
+    return [table, Lines(notes, quiet=True)]
 
 
 def _build_time_row(row: Compared, step_ms: float) -> list[str]:

@@ -63,7 +63,7 @@ def step_section(report: Report, everything: bool) -> Section | None:
 
 def _build_row_table(time: RankTime) -> Table:
     """Build the table of a step's rows with their sum in its last line, ms per step."""
-    write = partial(milliseconds, of=time.step_ms)
+    write = partial(milliseconds, largest=time.step_ms)
     parts = []
     colors = []
     for row in _order_rows(time):
@@ -77,8 +77,12 @@ def _build_row_table(time: RankTime) -> Table:
 def _order_rows(time: RankTime) -> list[str]:
     """Order the rows of a step: compute, losses by size, the unexplained; those of next to no time are left out."""
     least_ms = READS_AS_ZERO * time.step_ms
-    losses = [row for row, ms in time.rows.items() if ms > least_ms and row not in ("compute", "unexplained")]
-    order = ["compute", *sorted(losses, key=lambda row: -time.rows[row])]
+    losses = []
+    for row, ms in time.rows.items():
+        if ms > least_ms and row not in ("compute", "unexplained"):
+            losses.append(row)
+    losses.sort(key=lambda row: -time.rows[row])
+    order = ["compute", *losses]
     # it is below zero where the other rows sum to more than the step
     if abs(time.rows.get("unexplained", 0.0)) > least_ms:
         order.append("unexplained")
@@ -89,7 +93,7 @@ def _describe_device_work(time: RankTime) -> list[str]:
     """Write how much communication is overlapped, and how fast the host launches kernels, where that is known."""
     details = []
     if time.overlap is not None:
-        took = milliseconds(time.communication_ms, of=time.step_ms)
+        took = milliseconds(time.communication_ms, largest=time.step_ms)
         details.append(f"communication: {took} ms, {percent(time.overlap)} of it overlapped with compute")
     if time.on_gpu and time.launches:
         bound = ": the host is slow" if time.launch_bound else ""
@@ -104,7 +108,7 @@ def _describe_device_work(time: RankTime) -> list[str]:
 def _describe_sites(time: RankTime, everything: bool) -> list[str]:
     """Write where the host waits and works, with the device's idle time that it costs; without a device the host's."""
     least_ms = -1.0 if everything else MIN_SHARE_OF_SITE * time.step_ms
-    most = None if everything else MAX_SITE_ROWS
+    limit = None if everything else MAX_SITE_ROWS
     syncs = []
     for site in time.syncs:
         ms = site.idle_ms if time.on_gpu else site.host_ms
@@ -116,7 +120,7 @@ def _describe_sites(time: RankTime, everything: bool) -> list[str]:
             idle = milliseconds(host.idle_ms, time.step_ms)
             where = f" in {host.phase}" if host.phase else ""
             hosts.append(f"device idle {idle} ms while the host was busy with {host.what or 'Python'}{where}")
-    return [*syncs[:most], *hosts[:most]]
+    return [*syncs[:limit], *hosts[:limit]]
 
 
 def _describe_sync(site: SyncSite, time: RankTime) -> str:
@@ -177,7 +181,7 @@ def _measure_longer(phase: PhaseTime) -> float:
 
 def _build_phase_row(phase: PhaseTime, time: RankTime) -> list[str]:
     """Write a phase's times, ms per step; a column of which the step has nothing stays empty."""
-    write = partial(milliseconds, of=time.step_ms)
+    write = partial(milliseconds, largest=time.step_ms)
     cells = [phase.name, write(phase.host_ms)]
     if time.on_gpu:
         cells.append(write(phase.device_ms))
@@ -237,15 +241,20 @@ def _build_role_table(kernels: RankKernels, total_ms: float, everything: bool) -
         total_ms: the time that is 100%.
         everything: show all roles.
     """
-    roles = [(role, ms) for role, ms in kernels.roles.items() if ms > 0]
-    roles = sorted(roles, key=lambda pair: -pair[1])
-    shown, hidden = limit_rows(roles, MAX_ROLES, everything)
-    parts = [(str(role), ms) for role, ms in shown]
+    ms_by_role = {role: ms for role, ms in kernels.roles.items() if ms > 0}
+    longest_first = sorted(ms_by_role, key=lambda role: -ms_by_role[role])
+    shown, hidden = limit_rows(longest_first, MAX_ROLES, everything)
+    parts = []
+    colors = []
+    for role in shown:
+        parts.append((str(role), ms_by_role[role]))
+        colors.append(palette.ROLES[role])
     if hidden:
-        other_ms = sum(ms for _, ms in roles[len(shown) :])
+        other_ms = sum(ms_by_role[role] for role in longest_first[len(shown) :])
         parts.append((f"{hidden} other roles", other_ms))
-    colors = [*(palette.ROLES[role] for role, _ in shown), palette.GREY]
-    return build_share_table(parts, total_ms, partial(milliseconds, of=total_ms), colors)
+        colors.append(palette.GREY)
+    write = partial(milliseconds, largest=total_ms)
+    return build_share_table(parts, total_ms, write, colors)
 
 
 def operators_section(report: Report, everything: bool) -> Section | None:
@@ -277,8 +286,8 @@ def operators_section(report: Report, everything: bool) -> Section | None:
     if not on_gpu:
         host_ms = sum(rank.kernels.roles.values())
         tables.insert(0, _build_role_table(rank.kernels, host_ms, everything))
-    of = f"{name_rank(rank.time.rank, report.facts)}self time on the host, ms per step"
-    return Section("operators", "Operators", of, tables)
+    subtitle = f"{name_rank(rank.time.rank, report.facts)}self time on the host, ms per step"
+    return Section("operators", "Operators", subtitle, tables)
 
 
 # --- speed of light: how far from what the hardware can do, and where the most is lost
@@ -355,10 +364,10 @@ def _build_shape_table(rows: Sequence[RooflineRow], everything: bool) -> Table:
         "GB/s",
         "reached",
     ]
-    body = []
+    table_rows = []
     for row in shown:
         name = row.operator if everything else fit(row.operator.removeprefix("aten::"), OPERATOR_WIDTH)
-        body.append(
+        table_rows.append(
             [
                 name,
                 row.shape,
@@ -371,4 +380,4 @@ def _build_shape_table(rows: Sequence[RooflineRow], everything: bool) -> Table:
                 percent(row.efficiency),
             ]
         )
-    return Table(body, "lllrrlrrr", head, hidden=hidden)
+    return Table(table_rows, "lllrrlrrr", head, hidden=hidden)
