@@ -432,6 +432,7 @@ def _read_groups(config: ConfigFile, keys: ExpertKeys, experts: ExpertShape) -> 
     if chosen > groups:
         raise config.wrong("topk_group", chosen, f"must be at most n_group, which is {groups}")
     if experts.topk > chosen * (experts.number // groups) or experts.topk // chosen != keys.group_scores:
-        ranked = f"groups are ranked by the best num_experts_per_tok / topk_group here, there by {keys.group_scores}"
+        own = "num_experts_per_tok / topk_group"
+        ranked = f"groups are ranked by the best {own} here, as in Megatron-Core, there by {keys.group_scores}"
         raise config.wrong("topk_group", chosen, ranked)
     return groups, chosen

@@ -58,6 +58,13 @@ class ModelFamily(Protocol):
         ...
 
 
+# architectures that lack something here, and what
+UNBUILT = {
+    "GptOssForCausalLM": (
+        "experts and routers have no biases here, their gate is SiLU (Megatron-LM's --quick-geglu, --glu-linear-offset "
+        "and --activation-func-clamp-value are not built), and offsets of attention's softmax are not converted"
+    ),
+}
 ARCHITECTURES: dict[str, ModelFamily] = {gpt2.ARCHITECTURE: gpt2}
 for architecture in llama.ARCHITECTURES:
     ARCHITECTURES[architecture] = llama
@@ -84,7 +91,10 @@ def family_of_config(config: ConfigFile) -> ModelFamily:
     """The models that a config.json tells of. CheckpointError for any other architecture."""
     named = config.values.get("architectures")
     name = str(named[0]) if isinstance(named, list) and named else None
-    config.refuse_unless("quantization_config", (None,), "quantised weights cannot be trained here")
+    if name in UNBUILT:
+        raise config.wrong("architectures", named, UNBUILT[name])
+    plain = "quantised weights cannot be trained here, those of a copy that transformers has dequantised can"
+    config.refuse_unless("quantization_config", (None,), plain)
     if name is None or name not in ARCHITECTURES:
         raise config.wrong("architectures", named, f"known here are {', '.join(ARCHITECTURES)}")
     return ARCHITECTURES[name]

@@ -386,6 +386,10 @@ def written(tmp_path, shape: ModelShape = LLAMA):
 
 LLAMAS = [  # what a config.json says instead: how the refusal begins
     ({"architectures": ["MambaForCausalLM"]}, 'architectures is ["MambaForCausalLM"]: known here are GPT2LMHeadMo'),
+    (
+        {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}},
+        'architectures is ["GptOssForCausalLM"]: experts and routers have no biases here, their gate is SiLU',
+    ),
     ({"architectures": [["LlamaForCausalLM"]]}, 'architectures is [["LlamaForCausalLM"]]: known here are '),
     ({"architectures": ...}, "architectures is null: known here are "),
     ({"quantization_config": {"bits": 4}}, 'quantization_config is {"bits": 4}: quantised weights cannot be train'),
@@ -458,10 +462,17 @@ DEEPSEEKS = [
     ({"norm_topk_prob": False}, "norm_topk_prob is false: shares of several experts add up to 1 here"),
     ({"n_group": 3}, "n_group is 3: must divide n_routed_experts, which is 8"),
     ({"topk_group": 8}, "topk_group is 8: must be at most n_group, which is 4"),
-    ({"topk_group": 4}, "topk_group is 4: groups are ranked by the best num_experts_per_tok / topk_group here, there"),
+    ({"topk_group": 4}, "topk_group is 4: groups are ranked by the best num_experts_per_tok / topk_group here, as in"),
     ({"moe_layer_freq": 2}, "moe_layer_freq is 2: experts are in each layer from first_k_dense_replace on here"),
     ({"attention_bias": True}, "attention_bias is true: "),
     ({"n_shared_experts": 0}, "n_shared_experts is 0: must be a whole number above 0"),
+]
+# those of DeepSeek-V2 with 236B parameters, but for their number
+LARGE_DEEPSEEKS = [
+    (
+        {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4},
+        "topk_group is 2: groups are ranked by the best num_experts_per_tok / topk_group here, as in Megatron-Core, there by 1",
+    ),
 ]
 GPT2S = [
     ({"activation_function": "relu"}, 'activation_function is "relu": only gelu_new, gelu_pytorch_tanh, gelu exis'),
@@ -486,9 +497,10 @@ OTHER_TENSORS = [
         (EXACT["mixtral"], "/config.json: ", MIXTRALS),
         (EXACT["qwen2_moe"], "/config.json: ", QWENS),
         (EXACT["deepseek_v3"], "/config.json: ", DEEPSEEKS),
+        (EXACT["deepseek_v2"], "/config.json: ", LARGE_DEEPSEEKS),
         (LLAMA, "", OTHER_TENSORS),
     ],
-    ids=["llama", "gpt2", "mixtral", "qwen2_moe", "deepseek_v3", "tensors"],
+    ids=["llama", "gpt2", "mixtral", "qwen2_moe", "deepseek_v3", "deepseek_v2", "tensors"],
 )
 def test_what_does_not_exist_here_or_is_not_the_configs_is_one_line(shape, place, table, tmp_path):
     path = written(tmp_path, shape) / "config.json"
