@@ -11,6 +11,7 @@ QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 THREADS = "OMP_NUM_THREADS"
 WATCH = "MEGATRON_LITE_WATCH"  # what `megatron-lite watch` tells the processes of a command, as JSON
 FIT_REQUEST = "MEGATRON_LITE_FIT"  # what `megatron-lite fit` tells the process of a script, as JSON
+PROVE_REQUEST = "MEGATRON_LITE_PROVE"  # what `megatron-lite prove` tells the processes of a script, as JSON
 BOOTSTRAP = Path(__file__).parent / "watch" / "bootstrap"  # what Python runs first in processes of their commands
 KERNEL_NAMES = "MEGATRON_LITE_KERNEL_NAMES"  # a file with the user's own roles of kernels
 MORE_QUEUES = f"{QUEUES}=32"

@@ -2,10 +2,8 @@
 
 import atexit
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import NoReturn
 
 import msgspec
@@ -18,20 +16,19 @@ from megatron_lite.instruments.replacing import put_in_place
 from megatron_lite.instruments.snapshot_format import write_snapshot
 from megatron_lite.planner.walk.walk_steps import Walked
 from megatron_lite.rehearsal import summarize_walk
+from megatron_lite.script_process import FAILED_CODE, call_on_error, is_loader_worker, leave
 from megatron_lite.script_walk.changes import CHANGES
 from megatron_lite.script_walk.device_tensors import MovedBatch
 from megatron_lite.script_walk.walk import PretendedGpu, ScriptWalk
 from megatron_lite.variables import FIT_REQUEST
 
-FAILED_CODE = 1
 WORKSPACE = "workspace"  # the category of what cuBLAS holds
-OF_A_LOADER = "--multiprocessing-fork"  # in the command line of a worker that was spawned
 SAVED = "torch.save wrote no file: weights have no values"
 
 
 def walk_this_process() -> None:
     """Walk this process' script from now on, as its environment variable asks."""
-    if OF_A_LOADER in sys.argv or OF_A_LOADER in getattr(sys, "orig_argv", ()):
+    if is_loader_worker():
         return
     request = msgspec.json.decode(os.environ[FIT_REQUEST], type=FitRequest)
     FittedScript(request).start()
@@ -54,7 +51,7 @@ class FittedScript:
 
     def start(self) -> None:
         """Start, for the rest of the process."""
-        sys.excepthook = self._make_hook(sys.excepthook)
+        call_on_error(self._note_error)
         atexit.register(self._note_early_end)
         if self._request.with_data:
             self._walk.record()
@@ -76,17 +73,10 @@ class FittedScript:
 
         put_in_place(torch, "save", save)
 
-    def _make_hook(
-        self, show: Callable[[type[BaseException], BaseException, TracebackType | None], object]
-    ) -> Callable[[type[BaseException], BaseException, TracebackType | None], None]:
-        """Make a hook for the error that ends the script."""
-
-        def note_error(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-            if not isinstance(error, UserError):
-                show(kind, error, traceback)
-            self.fail(error)
-
-        return note_error
+    def _note_error(self, error: BaseException, show: Callable[[], object]) -> None:
+        if not isinstance(error, UserError):
+            show()
+        self.fail(error)
 
     def fail(self, error: BaseException) -> NoReturn:
         """Write what went wrong in the script, and leave."""
@@ -94,12 +84,12 @@ class FittedScript:
             self._write(FitRecord(failure="\n".join(error.lines)))
         else:
             self._write(FitRecord(failure=f"{type(error).__name__}: {error}"))
-        _leave(FAILED_CODE)
+        leave(FAILED_CODE)
 
     def end_early(self) -> NoReturn:
         """Write that the script ended before it had trained two steps, and leave."""
         self._note_early_end()
-        _leave(FAILED_CODE)
+        leave(FAILED_CODE)
 
     def _note_early_end(self) -> None:
         self._write(FitRecord(failure=ENDED_EARLY))
@@ -113,8 +103,8 @@ class FittedScript:
                 write_snapshot(Path(self._request.snapshot), snapshot)
         except Exception as error:  # noqa: BLE001 - whatever went wrong, the script must not go on
             self._write(FitRecord(failure=f"the walk itself failed: {type(error).__name__}: {error}"))
-            _leave(FAILED_CODE)
-        _leave(0)
+            leave(FAILED_CODE)
+        leave(0)
 
     def _summarize(self, walk: ScriptWalk, snapshot: MemorySnapshot) -> FitRecord:
         found = summarize_walk(Walked(snapshot))
@@ -136,10 +126,3 @@ class FittedScript:
 
     def _write(self, record: FitRecord) -> None:
         Path(self._request.answer).write_bytes(msgspec.json.encode(record))
-
-
-def _leave(code: int) -> NoReturn:
-    """End the process at once: no file is written any more, no library says goodbye."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

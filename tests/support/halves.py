@@ -17,7 +17,7 @@ HALVES = {
         "app",
         "smoke",
     },
-    "instruments": {"instruments", "watch"},
+    "instruments": {"instruments", "watch", "script_record"},
     "planner": {"planner"},
     "walk": {"walk"},  # of a plan: it takes a real step of the trainer
     "rehearsal": {

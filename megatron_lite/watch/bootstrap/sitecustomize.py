@@ -1,5 +1,5 @@
-"""Starts watching, or walking, in every process of a command: Python runs this file first, because its folder is the
-first in PYTHONPATH.
+"""Starts watching, walking or recording in every process of a command: Python runs this file first, because its folder
+is the first in PYTHONPATH.
 
 It waits until torch is imported. Processes without torch pay nothing, and no failure of it reaches the script.
 """
@@ -14,8 +14,14 @@ from pathlib import Path
 from types import ModuleType
 
 PACKAGE_PARENT = Path(__file__).parents[3]
-WALK = "MEGATRON_LITE_FIT"  # the variable of fit's requests; megatron_lite.variables has it, too
-CANNOT_WALK = 1  # exit code
+# variables of requests, which megatron_lite.variables has, too: the command, the module and the function that serve it
+SERVED = {
+    "MEGATRON_LITE_FIT": ("fit", "megatron_lite.script_walk.this_process", "walk_this_process"),
+    "MEGATRON_LITE_PROVE": ("prove", "megatron_lite.script_record.this_process", "prove_this_process"),
+    "MEGATRON_LITE_WATCH": ("watch", "megatron_lite.watch.this_process", "watch_this_process"),
+}
+HARMLESS = "MEGATRON_LITE_WATCH"  # that of the command without which a script is to run as well
+CANNOT_SERVE = 1  # exit code
 EXECUTE = "exec_module"  # the method of a module's loader that runs its code
 
 
@@ -45,22 +51,20 @@ class AfterTorch:
 
 
 def start() -> None:
-    """Watch or walk this process, which has imported torch."""
-    walks = WALK in os.environ
+    """Watch, walk or record this process, which has imported torch."""
+    command, module, function = next((SERVED[name] for name in SERVED if name in os.environ), SERVED[HARMLESS])
     try:
         if importlib.util.find_spec("megatron_lite") is None:
             sys.path.append(str(PACKAGE_PARENT))
-        if walks:
-            importlib.import_module("megatron_lite.script_walk.this_process").walk_this_process()
-        else:
-            importlib.import_module("megatron_lite.watch.this_process").watch_this_process()
+        getattr(importlib.import_module(module), function)()
     except Exception as error:  # noqa: BLE001 - a script has to run, watched or not
-        if not walks:
+        if command == SERVED[HARMLESS][0]:
             print(f"megatron-lite watch: this process is not watched: {error}", file=sys.stderr)
             return
-        # it must not train instead
-        print(f"megatron-lite fit: this process is not walked: {type(error).__name__}: {error}", file=sys.stderr)
-        os._exit(CANNOT_WALK)
+        # what it would do by itself is not what was asked for
+        why = f"{type(error).__name__}: {error}"
+        print(f"megatron-lite {command}: this process is not followed: {why}", file=sys.stderr)
+        os._exit(CANNOT_SERVE)
 
 
 def run_the_next() -> None:
