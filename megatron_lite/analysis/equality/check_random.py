@@ -1,0 +1,197 @@
+"""Says whether random numbers that must agree between ranks do, and those that must differ do."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from megatron_lite.analysis.equality.call_order import CallOrder
+from megatron_lite.analysis.equality.check_gradients import MAX_OTHERS_SHOWING, describe_ranks
+from megatron_lite.analysis.equality.placing import Place, Places, is_constant, is_same_start
+from megatron_lite.analysis.equality.proved_run import Array, ProvedRun
+from megatron_lite.analysis.equality.same_data import Roles, find_part
+from megatron_lite.analysis.equality.wholes import select_block
+from megatron_lite.formats.prove_report import Difference, ErrorKind
+
+Held = list[tuple[int, Place, Array]]
+
+
+def check_start(run: ProvedRun, places: Places, start: Mapping[str, Array], order: CallOrder) -> list[Difference]:
+    """Name errors that the weights show with which ranks begin.
+
+    Args:
+        run: The records of what is proved.
+        places: What its parameters are of the reference.
+        start: The reference's whole weights at the start, by name, as it made them itself.
+        order: The order of the reference's parameters.
+    """
+    held = _read_start(run, places)
+    names = sorted(held, key=lambda name: order.parameters.get(name, 0))
+    # local layers of other ranks may go by the names of the first rank's
+    has_unnamed = any(name not in held for name in start)
+    disagreeing = [] if has_unnamed else [name for name in names if _find_disagreement(held[name])]
+    copied = [name for name in names if _find_copies(held[name], start[name])]
+    moved = [name for name in names if _find_moved(held[name], start[name])]
+    lacking = [] if run.missing else [name for name in names if _is_lacking(held[name], start[name])]
+    found = []
+    if disagreeing:
+        found.append(_describe_disagreement(disagreeing, held))
+    if copied:
+        found.append(_describe_copies(copied, held, start))
+    shards = sorted({*moved, *lacking}, key=names.index)
+    if shards:
+        found.append(_describe_shards(shards, held, start))
+    return found
+
+
+def _read_start(run: ProvedRun, places: Places) -> dict[str, Held]:
+    held: dict[str, Held] = defaultdict(list)
+    for (rank, own_name), place in places.found.items():
+        part = find_part(run.ranks[rank].record.weights, own_name)
+        array = None if part is None else run.ranks[rank].read(part)
+        if array is not None:
+            held[place.name].append((rank, place, array))
+    return dict(held)
+
+
+def _find_disagreement(held: Held) -> tuple[int, int] | None:
+    """Two ranks that hold the same block with different weights."""
+    for at, (rank, place, array) in enumerate(held):
+        for other, other_place, other_array in held[at + 1 :]:
+            is_one_block = (place.starts, place.shape) == (other_place.starts, other_place.shape)
+            if is_one_block and not place.is_guessed and not is_same_start(array, other_array):
+                return rank, other
+    return None
+
+
+def _find_copies(held: Held, whole: Array) -> tuple[int, int] | None:
+    """Two ranks that hold different blocks with the same random weights, where the reference's blocks differ."""
+    if any(place.is_guessed for _, place, _ in held) and _has_every_block(held, whole):
+        return None
+    for at, (rank, place, array) in enumerate(held):
+        for other, other_place, other_array in held[at + 1 :]:
+            if place.starts == other_place.starts or is_constant(array) or not np.array_equal(array, other_array):
+                continue
+            one = select_block(whole, place.starts, place.shape)
+            two = select_block(whole, other_place.starts, other_place.shape)
+            if one is None or two is None or not np.array_equal(one, two) or place.is_guessed:
+                return rank, other
+    return None
+
+
+def _has_every_block(held: Held, whole: Array) -> bool:
+    """Whether there are as many different parts as blocks in the whole."""
+    different = {array.tobytes() for _, _, array in held}
+    return sum(array.size for _, _, array in held[:1]) * len(different) >= whole.size
+
+
+def _find_moved(held: Held, whole: Array) -> tuple[int, tuple[int, ...]] | None:
+    """A rank whose part has the weights of another block of the reference, and where that begins."""
+    for rank, place, array in held:
+        if place.is_same or place.is_guessed or array.shape == whole.shape or is_constant(array):
+            continue
+        for number in np.ndindex(*(room // max(length, 1) for room, length in zip(whole.shape, array.shape))):
+            begin = tuple(int(at * length) for at, length in zip(number, array.shape))
+            block = select_block(whole, begin, array.shape)
+            if block is not None and is_same_start(array, block):
+                return rank, begin
+    return None
+
+
+def _is_lacking(held: Held, whole: Array) -> bool:
+    """Whether a part of the reference's weights is on no rank, while all parts were found in it."""
+    if any(not place.is_same or place.is_constant for _, place, _ in held):
+        return False
+    is_held = np.zeros(whole.shape, dtype=bool)
+    for _, place, array in held:
+        block = select_block(is_held, place.starts, array.shape)
+        if block is not None:
+            block[...] = True
+    return not is_held.all()
+
+
+def _describe_disagreement(names: Sequence[str], held: dict[str, Held]) -> Difference:
+    one, other = _find_disagreement(held[names[0]]) or (0, 1)
+    return Difference(
+        kind=ErrorKind.RANDOM_MUST_AGREE,
+        where=names[0],
+        step=1,
+        evidence=f"ranks {one} and {other} begin with different weights of {names[0]}, at the same place of it",
+        remedy="seed all ranks alike before the model is made, or broadcast the weights of rank 0",
+        others=tuple(names[1 : MAX_OTHERS_SHOWING + 1]),
+    )
+
+
+def _describe_copies(names: Sequence[str], held: dict[str, Held], start: Mapping[str, Array]) -> Difference:
+    one, other = _find_copies(held[names[0]], start[names[0]]) or (0, 1)
+    return Difference(
+        kind=ErrorKind.RANDOM_MUST_DIFFER,
+        where=names[0],
+        step=1,
+        evidence=f"ranks {one} and {other} hold different blocks of {names[0]}, with the same random weights",
+        remedy="make the whole weight on each rank and keep a block of it, or seed each rank of the group differently",
+        others=tuple(names[1 : MAX_OTHERS_SHOWING + 1]),
+    )
+
+
+def _describe_shards(names: Sequence[str], held: dict[str, Held], start: Mapping[str, Array]) -> Difference:
+    name = names[0]
+    moved = _find_moved(held[name], start[name])
+    if moved is not None:
+        evidence = f"rank {moved[0]} holds the reference's block at {list(moved[1])} of {name} at another place"
+    else:
+        ranks = describe_ranks([rank for rank, _, _ in held[name]])
+        evidence = f"{ranks} hold blocks of {name} that are not all of it: a part of the reference's is on no rank"
+    return Difference(
+        kind=ErrorKind.WRONG_SHARD,
+        where=name,
+        step=1,
+        evidence=evidence,
+        remedy="look at which block each rank takes: its offset must be its rank within the group times the length",
+        others=tuple(names[1 : MAX_OTHERS_SHOWING + 1]),
+    )
+
+
+def check_dropout(run: ProvedRun, roles: Roles) -> Iterator[Difference]:
+    """Name errors of the masks that dropout would draw.
+
+    Args:
+        run: The records of what is proved.
+        roles: What its ranks do alike.
+    """
+    if not run.steps:
+        return
+    dropouts = next((rank.record.dropouts for rank in run.ranks.values() if rank.record.dropouts), {})
+    states = {rank: _read_state(run, rank) for peers in roles.peers for rank in peers}
+    if not dropouts or not all(states.values()):
+        return
+    where = next(iter(dropouts))
+    data_ranks = roles.data_ranks
+    same = [rank for rank in data_ranks if states[rank] == states[data_ranks[0]]]
+    if len(same) > 1 and not roles.is_context:
+        yield Difference(
+            kind=ErrorKind.RANDOM_MUST_DIFFER,
+            where=where,
+            step=1,
+            evidence=f"{describe_ranks(same)} draw the same dropout masks for different samples, from one state",
+            remedy="add the data-parallel rank to the seed once the model is made",
+            others=tuple(list(dropouts)[1 : MAX_OTHERS_SHOWING + 1]),
+        )
+    for peers in roles.peers:
+        if roles.is_cut and len({states[rank] for rank in peers}) > 1:
+            yield Difference(
+                kind=ErrorKind.RANDOM_MUST_AGREE,
+                where=where,
+                step=1,
+                evidence=f"{describe_ranks(peers)} split layers and take the same samples, and draw different dropout "
+                "masks: right only where each has a part of what is dropped",
+                remedy="give ranks that split layers one seed for what all of them hold",
+                others=tuple(list(dropouts)[1 : MAX_OTHERS_SHOWING + 1]),
+                confidence="medium",
+            )
+            return
+
+
+def _read_state(run: ProvedRun, rank: int) -> str:
+    batches = run.ranks[rank].record.steps[0].micro_batches
+    return batches[0].random_state if batches else ""

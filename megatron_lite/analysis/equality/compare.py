@@ -1,0 +1,590 @@
+"""Compares what two commands recorded, and says whether both compute the same."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_lite.analysis.equality.call_order import CallOrder
+from megatron_lite.analysis.equality.check_data import check_data
+from megatron_lite.analysis.equality.check_gradients import check_gradients, write_ratio
+from megatron_lite.analysis.equality.check_outputs import STATISTICS_REMEDY, check_outputs
+from megatron_lite.analysis.equality.check_random import check_dropout, check_start
+from megatron_lite.analysis.equality.check_updates import NormCheck, Updates, compute_norm
+from megatron_lite.analysis.equality.compared_parts import ComparedPart, ComparedParts, collect_entries
+from megatron_lite.analysis.equality.facts import LayoutFacts
+from megatron_lite.analysis.equality.gradient_patterns import list_distinct
+from megatron_lite.analysis.equality.measure import (
+    LATER_STEPS,
+    MOST_LATER,
+    SAFETY,
+    Precision,
+    Rounding,
+    find_precision,
+    measure_rounding,
+)
+from megatron_lite.analysis.equality.outputs import ComparedOutput, Likeness, compare_outputs
+from megatron_lite.analysis.equality.own_sum import collect_own_sums, find_weights, read_local_gradients
+from megatron_lite.analysis.equality.placing import Places, place_parameters
+from megatron_lite.analysis.equality.proved_run import Array, Parts, ProvedRun, RankRun, list_rows
+from megatron_lite.analysis.equality.same_data import Roles, find_part, find_roles, has_same_rows, read_start
+from megatron_lite.analysis.equality.wholes import assemble_all
+from megatron_lite.formats.prove_record import ProveRecord
+from megatron_lite.formats.prove_report import NOTHING_COMPARED, ComparedRow, Difference, ErrorKind, ProofReport
+from megatron_lite.units import counted
+
+OWN_SUM = "the mean of the ranks' own gradients"
+WHOLLY = "whole"
+PARTLY = "partial"
+LEAST_LOSS_TOLERANCE = 1e-6  # scripts compute losses in float32 where they compute all else in float64
+MAX_NAMED_PARAMETERS_LEFT = 3  # parameters that a line on what was not compared names
+
+
+@dataclass
+class _Answer:
+    """What was found so far."""
+
+    rows: list[ComparedRow] = field(default_factory=list)
+    differences: list[Difference] = field(default_factory=list)
+    not_compared: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    coverage: str = WHOLLY
+
+    def leave_out(self, *sentences: str) -> None:
+        """Note what was not compared."""
+        self.not_compared += sentences
+        if sentences and self.coverage == WHOLLY:
+            self.coverage = PARTLY
+
+
+@dataclass(frozen=True)
+class _Sides:
+    """Everything that is known of both runs before tensors are compared."""
+
+    run: ProvedRun
+    reference: ProvedRun
+    perturbed: ProvedRun | None
+    # the reference's whole weights at the start, and its other names of them
+    start: Mapping[str, Array]
+    aliases: Mapping[str, str]
+    places: Places
+    roles: Roles
+    order: CallOrder
+    facts: LayoutFacts
+    precision: Precision
+
+    @property
+    def steps(self) -> int:
+        return min(self.run.steps, self.reference.steps)
+
+    def measure(
+        self, list_parts: Callable[[RankRun, int], Parts], step: int
+    ) -> tuple[dict[str, Array], Rounding, Mapping[str, Array] | None]:
+        """The reference's wholes of a kind in a step, what rounding allows for them, and the perturbed run's wholes."""
+        wholes = _assemble_step(self.reference, list_parts, step, self.aliases)
+        others = None
+        if self.perturbed is not None and self.perturbed.steps > step:
+            others = _assemble_step(self.perturbed, list_parts, step, self.aliases)
+        factor = LATER_STEPS if step else 1.0
+        return wholes, measure_rounding(self.precision, wholes, others, factor), others
+
+    def collect(
+        self, list_parts: Callable[[RankRun, int], Parts], step: int, wholes: Mapping[str, Array], rounding: Rounding
+    ) -> ComparedParts:
+        """Lay the ranks' parts of a kind beside the reference's wholes."""
+        return collect_entries(self.run, self.places, lambda rank: list_parts(rank, step), wholes, rounding)
+
+
+def _list_gradients(rank: RankRun, step: int) -> Parts:
+    return rank.record.steps[step].gradients
+
+
+def _list_weights(rank: RankRun, step: int) -> Parts:
+    return rank.record.steps[step].weights
+
+
+def _assemble_step(
+    run: ProvedRun, list_parts: Callable[[RankRun, int], Parts], step: int, aliases: Mapping[str, str]
+) -> dict[str, Array]:
+    found = assemble_all(run, lambda rank: list_parts(rank, step), aliases)
+    return {name: whole.array for name, whole in found.items()}
+
+
+def compare(
+    run: ProvedRun,
+    reference: ProvedRun | None,
+    perturbed: ProvedRun | None = None,
+    *,
+    probe: ProvedRun | None = None,
+    start: Mapping[str, Array] | None = None,
+    command: str = "",
+    reference_command: str = "",
+) -> ProofReport:
+    """Compare what two commands recorded.
+
+    Args:
+        run: The records of the command that is proved.
+        reference: The records of the command that it is laid beside, on the same samples and weights; None where there
+            is none, so that the ranks' own gradients must do.
+        perturbed: The records of the reference with weights that differ by rounding.
+        probe: The records of the reference by itself, where it was fed afterwards.
+        start: The whole weights, by the reference's names, that it was fed.
+        command: The command that is proved, for the answer.
+        reference_command: The command of the reference, for the answer.
+    """
+    answer = _Answer()
+    answer.leave_out(*run.missing)
+    answer.notes += _list_notes(run)
+    if not run.ranks or not run.steps:
+        answer.leave_out("the command ended before its first update of the weights")
+        answer.coverage = NOTHING_COMPARED
+    elif reference is None or not reference.ranks or not reference.steps:
+        if reference is not None:
+            answer.leave_out(*(f"reference: {line}" for line in reference.missing))
+        _compare_alone(run, answer)
+        reference = None
+    else:
+        sides = _read_sides(run, reference, perturbed, start)
+        probe = probe if probe is not None and probe.ranks and probe.steps else None
+        _compare_sides(sides, probe, start is not None, answer)
+    return ProofReport(
+        command=command,
+        reference=OWN_SUM if reference is None else reference_command,
+        ranks=run.world,
+        reference_ranks=0 if reference is None else reference.world,
+        rows=tuple(answer.rows),
+        differences=tuple(answer.differences),
+        not_compared=tuple(dict.fromkeys(answer.not_compared)),
+        notes=tuple(dict.fromkeys(answer.notes)),
+        coverage=answer.coverage,
+    )
+
+
+def compare_with_own_sum(run: ProvedRun, command: str = "") -> ProofReport:
+    """Compare gradients with the mean of the ranks' own ones: what plain data parallelism is to make of them.
+
+    Args:
+        run: The records of the command that is proved.
+        command: The command, for the answer.
+    """
+    return compare(run, None, command=command)
+
+
+def _list_notes(run: ProvedRun) -> list[str]:
+    """What ran, and what was not recorded."""
+    notes = [note for rank in run.ranks.values() for note in rank.record.notes]
+    if run.engines:
+        notes.append(f"what brought ranks together: {', '.join(run.engines)}")
+    dropouts = {name for rank in run.ranks.values() for name in rank.record.dropouts}
+    if dropouts:
+        notes.append(f"dropout was switched off in {counted(len(dropouts), 'module')}")
+    return notes
+
+
+def _read_sides(
+    run: ProvedRun, reference: ProvedRun, perturbed: ProvedRun | None, fed: Mapping[str, Array] | None
+) -> _Sides:
+    own_start, aliases = read_start(reference)
+    start = own_start if fed is None else {**own_start, **fed}
+    places = place_parameters(run, start, aliases)
+    roles = find_roles(run, places, reference)
+    return _Sides(
+        run=run,
+        reference=reference,
+        perturbed=perturbed,
+        start=start,
+        aliases=aliases,
+        places=places,
+        roles=roles,
+        order=CallOrder.read(reference),
+        facts=LayoutFacts.read(run, roles, reference),
+        precision=find_precision([run, reference]),
+    )
+
+
+def _compare_sides(sides: _Sides, probe: ProvedRun | None, is_fed: bool, answer: _Answer) -> None:
+    """Compare in the order in which errors follow each other: data, weights, forward, gradients, norm, update."""
+    answer.leave_out(*(f"reference: {line}" for line in sides.reference.missing))
+    unfed = probe if probe is not None else sides.reference
+    answer.differences += check_data(sides.run, sides.roles, unfed)
+    at_start = _check_start(sides, unfed, is_fed)
+    answer.differences += at_start
+    answer.leave_out(*_list_unplaced(sides))
+    if not at_start:
+        _compare_numbers(sides, answer)
+    elif not answer.rows:
+        answer.leave_out("gradients, as the ranks' weights differ at the start already")
+    answer.differences += check_dropout(sides.run, sides.roles)
+    answer.notes += _note_statistics(sides, answer.differences)
+
+
+def _check_start(sides: _Sides, unfed: ProvedRun, is_fed: bool) -> list[Difference]:
+    """Name errors of the weights at the start, beside those that the reference makes itself."""
+    if not is_fed:
+        return check_start(sides.run, sides.places, sides.start, sides.order)
+    start, aliases = read_start(unfed)
+    return check_start(sides.run, place_parameters(sides.run, start, aliases), start, sides.order)
+
+
+def _list_unplaced(sides: _Sides) -> list[str]:
+    names = list(dict.fromkeys(name for _, name in sides.places.unknown))
+    lines = []
+    if names:
+        lines.append(f"{_write_names(names)}: the reference has no such parameter")
+    held = {place.name for place in sides.places.found.values()}
+    lacking = [name for name in sides.start if name not in held]
+    if lacking:
+        lines.append(f"{_write_names(lacking)}: no rank has such a parameter")
+    return lines
+
+
+def _write_names(names: list[str]) -> str:
+    named = ", ".join(names[:MAX_NAMED_PARAMETERS_LEFT])
+    rest = len(names) - MAX_NAMED_PARAMETERS_LEFT
+    return f"{named} and {rest} more" if rest > 0 else named
+
+
+def _note_statistics(sides: _Sides, differences: list[Difference]) -> list[str]:
+    """Note modules that normalize by a rank's batch, where that made no difference."""
+    if len(sides.roles.data_ranks) < 2 or any(one.kind is ErrorKind.LOCAL_STATISTICS for one in differences):
+        return []
+    modules = _list_local_statistics(sides.run)
+    if not modules:
+        return []
+    return [f"{_write_names(modules)}: normalizes by each rank's own batch, which may differ from one rank's"]
+
+
+def _list_local_statistics(run: ProvedRun) -> list[str]:
+    outputs = (output for rank in run.ranks.values() for output in rank.record.outputs)
+    return list(dict.fromkeys(output.module for output in outputs if output.has_local_statistics))
+
+
+def _compare_numbers(sides: _Sides, answer: _Answer) -> None:
+    """Compare losses, outputs, gradients and updates, if both runs had the same samples and weights."""
+    own = find_roles(sides.reference, place_parameters(sides.reference, sides.start, sides.aliases))
+    reason = ""
+    if not has_same_rows(sides.run, sides.roles, sides.reference, own, 1):
+        reason = "the reference took other samples"
+    elif not all(place.is_same for place in sides.places.found.values()):
+        reason = "the reference began with other weights"
+    if reason:
+        answer.leave_out(f"losses, outputs and updates, as {reason}; gradients were compared with {OWN_SUM}")
+        _compare_own_sums(sides.run, sides.places, sides.roles, sides.order, answer)
+        return
+    outputs = compare_outputs(sides.run, sides.places, sides.roles, sides.reference, sides.perturbed, sides.precision)
+    _add_output_row(outputs, answer)
+    compared: set[str] = set()
+    for step in range(sides.steps):
+        if step and not has_same_rows(sides.run, sides.roles, sides.reference, own, step + 1):
+            answer.leave_out(f"step {step + 1}: the reference took other samples")
+            break
+        found = _compare_step(sides, step, outputs if step == 0 else [], answer, compared)
+        answer.differences += found
+        if found:
+            break
+    left = [name for name in sides.start if name not in compared and _has_gradient(sides, name)]
+    if not compared and not answer.differences:
+        answer.leave_out("gradients: none of both runs could be laid beside each other")
+        answer.coverage = NOTHING_COMPARED
+    elif left and not any(one.kind is ErrorKind.NO_GRADIENT for one in answer.differences):
+        answer.leave_out(f"{_write_names(left)}: gradients do not fit each other")
+
+
+def _has_gradient(sides: _Sides, name: str) -> bool:
+    first = sides.reference.ranks[min(sides.reference.ranks)]
+    names = {sides.aliases.get(part.name, part.name) for part in first.record.steps[0].gradients if part.key}
+    return name in names and any(place.name == name for place in sides.places.found.values())
+
+
+def _add_output_row(outputs: list[ComparedOutput], answer: _Answer) -> None:
+    matched = [output for output in outputs if output.likeness in (Likeness.EQUAL, Likeness.DIFFERS)]
+    measured = [output.measured for output in matched if output.measured is not None]
+    if measured:
+        worst = max(measured, key=lambda one: one.error / one.tolerance)
+        answer.rows.append(
+            ComparedRow(
+                name="step 1: outputs of modules",
+                reference=None,
+                proved=None,
+                difference=float(worst.error),
+                tolerance=float(worst.tolerance),
+                tensors=len(measured),
+            )
+        )
+    left = list(dict.fromkeys(one.key.module for one in outputs if one.likeness is Likeness.UNMATCHED))
+    if left:
+        answer.notes.append(f"outputs of {_write_names(left)} could not be laid beside the reference's")
+
+
+def _compare_step(
+    sides: _Sides, step: int, outputs: list[ComparedOutput], answer: _Answer, compared: set[str]
+) -> list[Difference]:
+    """Compare one step, and return the error that it shows first."""
+    row = _compare_losses(sides, step)
+    if row is not None:
+        answer.rows.append(row)
+    wholes, rounding, _ = sides.measure(_list_gradients, step)
+    entries = sides.collect(_list_gradients, step, wholes, rounding)
+    compared.update(entries.compared)
+    if entries.compared:
+        answer.rows.append(_build_gradient_row(entries, step))
+    forward = check_outputs(outputs)
+    if entries.differing or entries.surplus:
+        return forward + _explain_gradients(sides, step, entries, forward, rounding, answer)
+    if forward and entries.compared:
+        names = ", ".join(one.where for one in forward)
+        answer.notes.append(f"outputs of {names} could not be told from the reference's; gradients agree")
+    if not entries.compared:
+        return forward
+    if row is not None and row.difference > row.tolerance:
+        answer.notes.append(f"{row.name}: backward was called on other losses than in the reference; gradients agree")
+    return _compare_update(sides, step, wholes, rounding, entries, answer)
+
+
+def _build_gradient_row(entries: ComparedParts, step: int) -> ComparedRow:
+    worst = entries.worst
+    squares = sum(float(np.square(parts[0].whole).sum()) for parts in entries.compared.values())
+    return ComparedRow(
+        name=f"step {step + 1}: gradients",
+        reference=float(np.sqrt(squares)),
+        proved=float(compute_norm(entries)),
+        difference=float(worst.error) if worst else 0.0,
+        tolerance=float(worst.tolerance) if worst else 0.0,
+        tensors=len(entries.compared),
+    )
+
+
+def _explain_gradients(
+    sides: _Sides, step: int, entries: ComparedParts, forward: list[Difference], rounding: Rounding, answer: _Answer
+) -> list[Difference]:
+    """Say which error gradients show that differ, apart from what follows from the forward."""
+    if forward:
+        # they follow from the forward; what ranks made of their own gradients shows what does not
+        own = collect_own_sums(sides.run, sides.places, sides.roles, rounding, step)
+        found = check_gradients(own, sides.order, sides.facts, step + 1) if own.differing else []
+        return [one for one in found if one.kind is not ErrorKind.UNKNOWN]
+    found = check_gradients(entries, sides.order, sides.facts, step + 1)
+    if all(one.kind is not ErrorKind.UNKNOWN for one in found):
+        return found
+    return _explain_rest(sides, step, entries, rounding, answer, found)
+
+
+def _explain_rest(
+    sides: _Sides, step: int, entries: ComparedParts, rounding: Rounding, answer: _Answer, found: list[Difference]
+) -> list[Difference]:
+    """Look for reasons of gradients that no pattern explains: ranks' weights in the mean, and local statistics."""
+    first = found[0]
+    if not sides.roles.is_cut and len(sides.roles.stages) == 1:
+        local = read_local_gradients(sides.run, sides.places, step)
+        whole = {name: parts[0].whole for name, parts in entries.compared.items()}
+        ranks = sorted(sides.run.ranks)
+        tolerance = max((rounding.allow(name) for name in whole), default=0.0)
+        theirs = find_weights(whole, local, ranks, 2 * tolerance)
+        mine = find_weights(
+            {name: parts[0].array for name, parts in entries.compared.items()}, local, ranks, 2 * tolerance
+        )
+        is_one = all(len(list_distinct(parts)) == 1 for parts in entries.compared.values())
+        if is_one and theirs is not None and mine is not None and not theirs.is_near(mine):
+            return _describe_weights(sides, first, theirs.weights, mine.weights, answer)
+    statistics = _list_local_statistics(sides.run)
+    if statistics and len(sides.roles.data_ranks) > 1 and not step:
+        return [
+            Difference(
+                kind=ErrorKind.LOCAL_STATISTICS,
+                where=statistics[0],
+                step=1,
+                evidence=f"{first.evidence}; {statistics[0]} normalizes by the statistics of each rank's own batch",
+                remedy=STATISTICS_REMEDY,
+                others=tuple(statistics[1:]),
+                confidence="medium",
+            )
+        ]
+    return found
+
+
+def _describe_weights(
+    sides: _Sides, first: Difference, theirs: Mapping[int, float], mine: Mapping[int, float], answer: _Answer
+) -> list[Difference]:
+    """Report ranks that weigh otherwise in the gradient than in the reference's."""
+    rows = {rank: len(list_rows(sides.run.ranks[rank], 0)) for rank in theirs}
+    figures = ", ".join(
+        f"rank {rank} {write_ratio(mine[rank])} for {write_ratio(theirs[rank])}" for rank in sorted(theirs)[:4]
+    )
+    if len(set(rows.values())) > 1:
+        answer.leave_out(
+            f"gradients: ranks have {', '.join(map(str, rows.values()))} samples, and the mean of their means is not "
+            f"that of the batch ({figures})"
+        )
+        return []
+    return [
+        Difference(
+            kind=ErrorKind.FACTOR,
+            where=first.where,
+            step=first.step,
+            evidence=f"ranks weigh otherwise in the gradient than in the reference's: {figures}",
+            remedy="divide the loss by what all ranks together count, such as their tokens, not by each rank's own",
+            others=first.others,
+            confidence="medium",
+        )
+    ]
+
+
+def _compare_losses(sides: _Sides, step: int) -> ComparedRow | None:
+    """Lay losses beside each other: means over ranks of the mean, or the sum, over micro-batches."""
+    mine = _read_losses(sides.run, step)
+    theirs = _read_losses(sides.reference, step)
+    if not mine or not theirs:
+        return None
+    pairs = []
+    for combine in (np.mean, np.sum):
+        one = float(np.mean([combine(losses) for losses in mine]))
+        other = float(np.mean([combine(losses) for losses in theirs]))
+        error = abs(one - other) / abs(other) if other else abs(one)
+        pairs.append((error, one, other))
+    error, one, other = min(pairs)
+    tolerance = max(sides.precision.unmeasured, LEAST_LOSS_TOLERANCE)
+    if sides.perturbed is not None and sides.perturbed.steps > step:
+        perturbed = _read_losses(sides.perturbed, step)
+        if perturbed and other:
+            moved = min(
+                abs(float(np.mean([combine(losses) for losses in perturbed])) - other) for combine in (np.mean, np.sum)
+            )
+            tolerance = max(tolerance, SAFETY * moved / abs(other))
+    if step:
+        tolerance = min(tolerance * LATER_STEPS, MOST_LATER)
+    return ComparedRow(
+        name=f"step {step + 1}: loss", reference=other, proved=one, difference=float(error), tolerance=float(tolerance)
+    )
+
+
+def _read_losses(run: ProvedRun, step: int) -> list[list[float]]:
+    """Losses of a step's micro-batches, of each rank that has any."""
+    found = []
+    for own in run.list_steps(step).values():
+        losses = [batch.loss for batch in own.micro_batches if batch.loss is not None]
+        if losses:
+            found.append(losses)
+    return found
+
+
+def _compare_update(
+    sides: _Sides,
+    step: int,
+    gradients: Mapping[str, Array],
+    rounding: Rounding,
+    entries: ComparedParts,
+    answer: _Answer,
+) -> list[Difference]:
+    """Compare norms and updates of gradients that agree."""
+    norms = NormCheck(sides.run, sides.reference, entries, sides.precision, step)
+    row = norms.build_row()
+    if row is not None:
+        answer.rows.append(row)
+    found = norms.check()
+    if found:
+        return found
+    wholes, of_weights, others = sides.measure(_list_weights, step)
+    if not wholes:
+        return []
+    before = sides.start if step == 0 else _assemble_step(sides.reference, _list_weights, step - 1, sides.aliases)
+
+    def read_before(entry: ComparedPart) -> Array | None:
+        rank = sides.run.ranks[entry.rank]
+        parts = rank.record.weights if step == 0 else _list_weights(rank, step - 1)
+        part = find_part(parts, entry.own_name)
+        array = None if part is None else rank.read(part)
+        return array if array is not None and array.shape == entry.array.shape else None
+
+    moved = {name: array - before[name] for name, array in (others or {}).items() if name in before}
+    updates = Updates(
+        after=sides.collect(_list_weights, step, wholes, of_weights),
+        before=read_before,
+        reference_before=before,
+        gradients=gradients,
+        rounding=rounding,
+        perturbed=moved,
+        dtypes=_read_dtypes(next(iter(sides.reference.ranks.values())).record),
+        step=step + 1,
+    )
+    result = updates.compare(sides.order)
+    if result.row is not None:
+        answer.rows.append(result.row)
+    return result.differences
+
+
+def _read_dtypes(record: ProveRecord) -> dict[str, str]:
+    return {part.name: part.dtype for part in record.weights}
+
+
+def _compare_alone(run: ProvedRun, answer: _Answer) -> None:
+    """Compare ranks with themselves, where there is no reference."""
+    start, aliases = read_start(run)
+    places = place_parameters(run, start, aliases)
+    roles = find_roles(run, places)
+    order = CallOrder.read(run)
+    answer.differences += check_data(run, roles, None)
+    at_start = [one for one in check_start(run, places, start, order) if one.kind is ErrorKind.RANDOM_MUST_AGREE]
+    answer.differences += at_start
+    answer.leave_out("losses, outputs and updates, as there is no reference")
+    if not at_start:
+        _compare_own_sums(run, places, roles, order, answer)
+    answer.differences += check_dropout(run, roles)
+
+
+def _compare_own_sums(run: ProvedRun, places: Places, roles: Roles, order: CallOrder, answer: _Answer) -> None:
+    """Compare gradients with the mean of the ranks' own ones."""
+    precision = find_precision([run])
+    facts = LayoutFacts.read(run, roles, None)
+    is_any = False
+    for step in range(run.steps):
+        local = read_local_gradients(run, places, step)
+        means = {name: np.mean(list(arrays.values()), axis=0) for name, arrays in local.items()}
+        entries = collect_own_sums(run, places, roles, measure_rounding(precision, means, None), step)
+        if not entries.compared:
+            continue
+        is_any = True
+        answer.rows.append(_build_gradient_row(entries, step))
+        found: list[Difference] = []
+        if entries.differing:
+            found = check_gradients(entries, order, facts, step + 1)
+            found = _doubt_own_sum(found, entries, local, sorted(run.ranks), answer)
+        if not found:
+            found = NormCheck(run, None, entries, precision, step).check()
+        answer.differences += found
+        if found:
+            break
+    if not is_any:
+        answer.leave_out("gradients: no rank recorded whole ones before they were brought together")
+        if not answer.differences:
+            answer.coverage = NOTHING_COMPARED
+
+
+def _doubt_own_sum(
+    found: list[Difference],
+    entries: ComparedParts,
+    local: Mapping[str, Mapping[int, Array]],
+    ranks: list[int],
+    answer: _Answer,
+) -> list[Difference]:
+    """Lower the confidence of what a script may have meant: other weights of ranks, a loss that is divided before."""
+    if any(one.kind is ErrorKind.UNKNOWN for one in found):
+        gradients = {name: parts[0].array for name, parts in entries.compared.items()}
+        weights = find_weights(gradients, local, ranks, 1e-3)
+        if weights is not None:
+            figures = ", ".join(f"rank {rank} {write_ratio(weight)}" for rank, weight in weights.weights.items())
+            answer.leave_out(f"gradients: ranks weigh differently in them ({figures}), which may be meant")
+            return []
+    doubted = []
+    for one in found:
+        if one.kind in (ErrorKind.FACTOR, ErrorKind.UNKNOWN, ErrorKind.REDUCED_TWICE):
+            one = Difference(
+                kind=one.kind,
+                where=one.where,
+                step=one.step,
+                evidence=f"{one.evidence.replace('the reference', 'the ranks')}, if the loss is not scaled on purpose",
+                remedy=one.remedy,
+                others=one.others,
+                confidence="medium",
+            )
+        doubted.append(one)
+    return doubted

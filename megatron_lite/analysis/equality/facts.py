@@ -1,0 +1,49 @@
+"""What both runs are, as far as figures can be explained by it."""
+
+from dataclasses import dataclass
+
+from megatron_lite.analysis.equality.proved_run import ProvedRun
+from megatron_lite.analysis.equality.same_data import Roles
+
+
+@dataclass(frozen=True)
+class LayoutFacts:
+    """Numbers of a layout by which gradients may be wrong."""
+
+    # of the run: its ranks, those with samples of their own, and the largest group with the same samples
+    ranks: int
+    data_ranks: int
+    peers: int
+    # micro-batches a step, of a rank and of the reference
+    micro_batches: int
+    reference_micro_batches: int
+
+    @staticmethod
+    def read(run: ProvedRun, roles: Roles, reference: ProvedRun | None) -> "LayoutFacts":
+        """Read them from the first step."""
+        return LayoutFacts(
+            ranks=run.world,
+            data_ranks=len(roles.data_ranks),
+            peers=max(map(len, roles.peers), default=1),
+            micro_batches=_count_micro_batches(run),
+            reference_micro_batches=1 if reference is None else _count_micro_batches(reference),
+        )
+
+    def list_sizes(self) -> dict[str, int]:
+        """Sizes that may be mistaken for each other, by what they are; each size once, without 1."""
+        sizes = {
+            "data-parallel ranks": self.data_ranks,
+            "ranks that split the layers": self.peers,
+            "ranks": self.ranks,
+            "micro-batches of a step": self.micro_batches,
+        }
+        return {name: size for name, size in sizes.items() if size > 1}
+
+    def explain(self, size: float, tolerance: float) -> list[str]:
+        """What of the layout has a size."""
+        return [name for name, own in self.list_sizes().items() if abs(own - size) <= tolerance * own]
+
+
+def _count_micro_batches(run: ProvedRun) -> int:
+    counts = [len(rank.record.steps[0].micro_batches) for rank in run.ranks.values() if rank.record.steps]
+    return max(counts, default=1)
