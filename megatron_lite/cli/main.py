@@ -52,9 +52,9 @@ COMMANDS = {  # name: (module and function, which takes argv and may return an e
         "cli.report:compare_runs",
         "compare two runs or traces: what changed, and what did not",
     ),
-    "self-check": (
-        "cli.self_check:run",
-        "check that a parallel layout computes what one rank computes",
+    "prove": (
+        "cli.prove:run",
+        "check that a parallel script, or layout, computes what one rank computes",
     ),
     "audit": ("cli.report:audit", "check a profiled run against 18 performance questions"),
 }

@@ -1,0 +1,190 @@
+"""Starts the ranks of a training script on this machine, each of which records what it computes."""
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from megatron_lite.cli.batch_systems import Job
+from megatron_lite.cli.launcher import count_ranks
+from megatron_lite.errors import UserError
+from megatron_lite.formats.prove_record import RANK_FILE, Feed, ProveRecord, ProveRequest
+from megatron_lite.variables import BOOTSTRAP, PROVE_REQUEST, THREADS, prepend_python_path
+
+TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
+TRAINER = ("-m", "megatron_lite")  # the words that start the trainer of this package
+WAIT_FOR_RANKS_S = 0.05
+GRACE_S = 10.0  # that the other ranks get when one has failed
+MAX_LINES_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class RankedCommand:
+    """A script and how many ranks run it.
+
+    Attributes:
+        script: The words behind the interpreter: the script, or -m and a module, and its arguments.
+        ranks: How many processes.
+        environment: Variables of theirs.
+    """
+
+    script: tuple[str, ...]
+    ranks: int
+    environment: Mapping[str, str]
+
+    def on(self, ranks: int) -> "RankedCommand":
+        """The same script on another number of ranks.
+
+        Args:
+            ranks: How many.
+        """
+        return replace(self, ranks=ranks)
+
+    def __str__(self) -> str:
+        return f"{' '.join(self.script)} on {self.ranks} {'rank' if self.ranks == 1 else 'ranks'}"
+
+
+def read_command(words: list[str], ranks: int | None, environment: Mapping[str, str]) -> RankedCommand:
+    """Read the words of a launch command.
+
+    Args:
+        words: torchrun or python, with a script and its arguments.
+        ranks: How many; None: as many as torchrun's options say.
+        environment: Variables that the ranks get.
+
+    Raises:
+        UserError: They do not say which script, or how many ranks, run.
+    """
+    begin = find_script(words)
+    if begin is None:
+        raise UserError(f"megatron-lite prove: {' '.join(words)} names no script; give torchrun ... train.py.")
+    before = words[:begin]
+    starts_one = not any(Path(word).name in TORCHRUN for word in before)
+    counted = 1 if starts_one and ranks is None else ranks
+    if counted is None:
+        counted = count_ranks(before, Job()).size
+    if counted is None:
+        raise UserError("megatron-lite prove: torchrun does not say how many ranks run; give --ranks N.")
+    if counted < 1:
+        raise UserError(f"--ranks {counted}: must be at least 1.")
+    return RankedCommand(tuple(words[begin:]), counted, environment)
+
+
+def find_script(words: list[str]) -> int | None:
+    """Find where the script, or -m and its module, stands among the words of a command; None where it does not.
+
+    Args:
+        words: The command. The first word is the script itself, an interpreter or a launcher.
+    """
+    for at, word in enumerate(words):
+        is_module = word in ("-m", "--module") and at + 1 < len(words)
+        if is_module and words[at + 1] not in TORCHRUN:
+            return at
+        if word.endswith(".py"):
+            return at
+    return None
+
+
+def record_run(command: RankedCommand, folder: Path, steps: int, feed: Feed, perturbation: float, show: bool) -> None:
+    """Run a script until it has trained some steps, and have each rank record them.
+
+    Args:
+        command: The script.
+        folder: Folder for the records, which is made.
+        steps: Number of steps to train.
+        feed: What it takes from another run.
+        perturbation: How much its weights are changed, in units of their last place.
+        show: Show what it prints.
+
+    Raises:
+        UserError: A rank ended without a record, with its last lines.
+    """
+    folder.mkdir(parents=True)
+    request = ProveRequest(
+        is_own_trainer=command.script[:2] == TRAINER,
+        folder=str(folder),
+        steps=steps,
+        feed=feed,
+        perturbation=perturbation,
+    )
+    environment = prepend_python_path({**os.environ, **command.environment}, BOOTSTRAP)
+    environment[PROVE_REQUEST] = msgspec.json.encode(request).decode()
+    environment["MASTER_ADDR"] = "127.0.0.1"
+    environment["MASTER_PORT"] = str(_find_port())
+    environment["WORLD_SIZE"] = environment["LOCAL_WORLD_SIZE"] = str(command.ranks)
+    # as torchrun does: ranks do not wait for each other's cores, and sums are made in the same order on any number
+    environment.setdefault(THREADS, "1")
+    _run_ranks(command, environment, folder, show)
+
+
+def _run_ranks(command: RankedCommand, environment: Mapping[str, str], folder: Path, show: bool) -> None:
+    words = [sys.executable, *command.script]
+    with tempfile.TemporaryDirectory() as name:
+        said = [(Path(name) / f"rank{rank}.txt").open("w+", errors="replace") for rank in range(command.ranks)]
+        started = []
+        for rank, file in enumerate(said):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
+            output = None if show else file
+            started.append(
+                subprocess.Popen(words, env={**environment, **own}, stdout=output, stderr=output or file, text=True)
+            )
+        try:
+            codes = _wait(started)
+        finally:
+            for process in started:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
+        missing = [rank for rank in range(command.ranks) if not (folder / RANK_FILE.format(rank)).exists()]
+        failed = [rank for rank, code in enumerate(codes) if code]
+        if missing or failed:
+            first = (failed or missing)[0]
+            why = _read_failure(folder, first) or _read_last_line(said[first])
+            raise UserError(f"{command}: rank {first} ended with exit code {codes[first]}: {why}")
+        for file in said:
+            file.close()
+
+
+def _wait(started: list["subprocess.Popen[str]"]) -> list[int]:
+    """Wait for all ranks; one that fails takes the others with it. Returns their exit codes."""
+    failed_at = None
+    while any(process.poll() is None for process in started):
+        if failed_at is None and any(process.poll() for process in started):
+            failed_at = time.monotonic()
+        if failed_at is not None and time.monotonic() - failed_at > GRACE_S:
+            for process in started:
+                process.terminate()
+            break
+        time.sleep(WAIT_FOR_RANKS_S)
+    return [process.wait() for process in started]
+
+
+def _read_failure(folder: Path, rank: int) -> str:
+    """Read why a rank has no whole record; "" where it wrote nothing."""
+    path = folder / RANK_FILE.format(rank)
+    if not path.exists():
+        return ""
+    return msgspec.json.decode(path.read_bytes(), type=ProveRecord).failure
+
+
+def _read_last_line(said: IO[str]) -> str:
+    """Read a rank's last words."""
+    said.seek(0)
+    lines = [line for line in said.read().splitlines() if line.strip()]
+    return lines[-1].strip() if lines else "it said nothing"
+
+
+def _find_port() -> int:
+    """Find a port that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
