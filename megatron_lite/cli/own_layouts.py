@@ -1,5 +1,6 @@
 """Commands of this package's trainer for a proof: a few steps on the layout of a launch command, and on one rank."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -65,6 +66,26 @@ def read_layout(words: list[str], ranks: int | None, steps: int, folder: Path, o
     command = RankedCommand((*TRAINER, *write_flags(shortened)), found.plan.world.size, environment)
     described = " ".join(write_flags(Args(parallel=args.parallel))) or "data parallel"
     return OwnLayout(command, described, found.plan.layout.tensor, shortened)
+
+
+def share_vocabulary(layouts: tuple[OwnLayout, OwnLayout]) -> tuple[OwnLayout, OwnLayout]:
+    """Pad the vocabulary of two layouts alike, which each pads for its own tensor parallel ranks.
+
+    Args:
+        layouts: The layouts that are laid beside each other.
+    """
+    padded_to = [layout.args.model.make_vocab_size_divisible_by * layout.tensor for layout in layouts]
+    common = math.lcm(*padded_to)
+    first, second = layouts
+    return _pad_vocabulary(first, common), _pad_vocabulary(second, common)
+
+
+def _pad_vocabulary(layout: OwnLayout, multiple: int) -> OwnLayout:
+    """The layout with a vocabulary that is a multiple of so many entries."""
+    model = replace(layout.args.model, make_vocab_size_divisible_by=multiple // layout.tensor)
+    args = replace(layout.args, model=model)
+    command = replace(layout.command, script=(*TRAINER, *write_flags(args)))
+    return replace(layout, args=args, command=command)
 
 
 def give_to_one_rank(layout: OwnLayout, folder: Path) -> OwnLayout:

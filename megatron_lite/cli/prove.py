@@ -16,7 +16,7 @@ from megatron_lite.analysis.equality.fed_tensors import write_fed_tensors
 from megatron_lite.analysis.equality.proved_run import ProvedRun, read_run
 from megatron_lite.analysis.equality.same_data import FeedDecision, decide_feed
 from megatron_lite.analysis.equality.wholes import write_weights
-from megatron_lite.cli.own_layouts import give_to_one_rank, is_own, read_layout
+from megatron_lite.cli.own_layouts import give_to_one_rank, is_own, read_layout, share_vocabulary
 from megatron_lite.cli.parser import END, Parser, write_json
 from megatron_lite.cli.planned_run import split_options
 from megatron_lite.cli.recorded_runs import RankedCommand, read_command, record_run
@@ -178,6 +178,7 @@ def _read_own_commands(options: argparse.Namespace, words: list[str], against: l
     _check_ranks(layout.command, bool(against))
     if against:
         other = read_layout(against, None, options.steps, folder / "reference", options.cpu)
+        layout, other = share_vocabulary((layout, other))
     else:
         other = give_to_one_rank(layout, folder / "reference")
     title = f"{layout.command.ranks} ranks: {layout.described}"

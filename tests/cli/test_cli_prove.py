@@ -8,7 +8,7 @@ from support.launch import flags
 
 from megatron_lite.cli.launcher import SCRIPT_ENDINGS
 from megatron_lite.cli.main import main
-from megatron_lite.cli.own_layouts import give_to_one_rank, is_own, read_layout
+from megatron_lite.cli.own_layouts import give_to_one_rank, is_own, read_layout, share_vocabulary
 from megatron_lite.cli.recorded_runs import read_command
 from megatron_lite.config.args import Args
 from megatron_lite.config.command_line import read_command_line
@@ -96,6 +96,16 @@ def test_one_rank_takes_the_same_steps_without_a_layout(tmp_path):
     assert entries[0] == 2 * entries[1]
     assert alone.args.parallel.tensor_model_parallel_size == 1
     assert read_command_line(list(alone.command.script[2:])).args == alone.args
+
+
+def test_two_layouts_have_one_vocabulary(tmp_path):
+    """128 entries on each of 2 ranks, and of 3: 768 are a multiple of both."""
+    three = flags("--tensor-model-parallel-size 3 --num-attention-heads 6 --hidden-size 48 --ffn-hidden-size 48")
+    layouts = (read_layout(flags(*LAYOUT), 2, 2, tmp_path, True), read_layout(three, 3, 2, tmp_path, True))
+    padded = share_vocabulary(layouts)
+    assert [one.args.model.make_vocab_size_divisible_by * one.tensor for one in padded] == [768, 768]
+    for one in padded:
+        assert read_command_line(list(one.command.script[2:])).args == one.args
 
 
 def test_one_rank_has_all_experts(tmp_path):
