@@ -29,6 +29,16 @@ SCRIPTS = (
     "lightning_encoder.py",
     "accelerated.py",
 )
+# by torchrun, on gloo: the first rank of so many
+SEVERAL_RANKS = (
+    "2 data_parallel.py",
+    "2 data_parallel.py --unused",
+    "2 sharded.py",
+    "4 sharded.py --bf16",
+    "2 hf_trainer.py --cpu",
+    "2 accelerated.py --cpu",
+    "2 lightning_encoder.py",
+)
 NANOGPT = "train.py config/train_shakespeare_char.py --device=cpu --compile=False --batch_size=8 --dtype=float32"
 
 
@@ -40,17 +50,20 @@ def main() -> None:
     print("| --- | --- | --- | --- | --- |")
     for words in SCRIPTS:
         name, *arguments = words.split()
-        compare(words, [sys.executable, str(HERE / name), *arguments])
+        compare(words, Walker((sys.executable, str(HERE / name), *arguments), None))
+    for words in SEVERAL_RANKS:
+        ranks, name, *arguments = words.split()
+        walker = Walker((sys.executable, str(HERE / name), *arguments), None, int(ranks))
+        compare(f"torchrun, {ranks} ranks: {' '.join([name, *arguments])}", walker)
     if options.nanogpt:
         name, *arguments = NANOGPT.split()
         quick = "--eval_iters=1"
         os.chdir(options.nanogpt)
-        compare("nanoGPT, characters", [sys.executable, name, *arguments, quick])
+        compare("nanoGPT, characters", Walker((sys.executable, name, *arguments, quick), None))
 
 
-def compare(name: str, command: list[str]) -> None:
+def compare(name: str, walker: Walker) -> None:
     """Walk a script, run it, and print a row of the table."""
-    walker = Walker(tuple(command), None)
     began = time.perf_counter()
     walked = walker.walk()
     middle = time.perf_counter()

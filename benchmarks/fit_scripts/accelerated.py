@@ -1,10 +1,12 @@
-"""Trains by Accelerate, with gradients of two batches added up."""
+"""Trains by Accelerate, with gradients of two batches added up; --cpu: by gloo, where torchrun starts it."""
+
+import sys
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 
-accelerator = Accelerator(gradient_accumulation_steps=2)
+accelerator = Accelerator(gradient_accumulation_steps=2, cpu="--cpu" in sys.argv)
 model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
 optimizer = torch.optim.AdamW(model.parameters())
 data = torch.utils.data.TensorDataset(torch.randn(256, 64), torch.randint(0, 10, (256,)))

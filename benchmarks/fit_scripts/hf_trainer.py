@@ -1,4 +1,6 @@
-"""Trains a small GPT-2 by transformers' Trainer, two batches a step."""
+"""Trains a small GPT-2 by transformers' Trainer, two batches a step; --cpu: by gloo, where torchrun starts it."""
+
+import sys
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
@@ -21,5 +23,7 @@ options = TrainingArguments(
     logging_steps=1,
     report_to=[],
     gradient_accumulation_steps=2,
+    use_cpu="--cpu" in sys.argv,
+    disable_tqdm=True,
 )
 Trainer(model, options, train_dataset=RandomTokens()).train()

@@ -1,4 +1,6 @@
-"""Trains torch's TransformerEncoder by Lightning."""
+"""Trains torch's TransformerEncoder by Lightning, on as many devices as torchrun starts ranks."""
+
+import os
 
 import lightning
 import torch
@@ -23,5 +25,6 @@ class Classifier(lightning.LightningModule):
 
 
 data = torch.utils.data.TensorDataset(torch.randn(256, 16, 64), torch.randint(0, 10, (256,)))
-trainer = lightning.Trainer(max_epochs=1, logger=False, enable_checkpointing=False, devices=1)
+devices = int(os.environ.get("WORLD_SIZE", "1"))
+trainer = lightning.Trainer(max_epochs=1, logger=False, enable_checkpointing=False, devices=devices)
 trainer.fit(Classifier(), torch.utils.data.DataLoader(data, 16))

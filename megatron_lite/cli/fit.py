@@ -1,6 +1,7 @@
 """`megatron-lite fit` finds out whether a training script fits into a GPU that is not there."""
 
 import argparse
+import dataclasses
 import sys
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ from megatron_lite.cli.batch_systems import Job
 from megatron_lite.cli.launcher import count_ranks
 from megatron_lite.cli.parser import Parser, write_json
 from megatron_lite.errors import UserError
+from megatron_lite.formats.fit_record import FitRecord
 from megatron_lite.formats.hardware import Processor
 from megatron_lite.live_line import LiveLine
 from megatron_lite.planner.find_processors import find_processors
@@ -36,12 +38,18 @@ def run(argv: list[str]) -> int:
     """
     options, command = _read_options(argv)
     processors = [] if options.cpu else _list_processors(options.gpu or [DEFAULT_GPU])
-    command, ranks = _take_first_rank(command)
+    command, ranks = _take_script(command)
     walker = Walker(tuple(command), processors[0] if processors else None, ranks)
     line = LiveLine()
     began = time.monotonic()
     line.draw(f"{' '.join(command)} ...")
-    record = walker.walk(quiet=not options.output, snapshot=options.snapshot or "")
+    walked: dict[int, FitRecord] = {}
+    if ranks > 1:
+        walked = walker.walk_kinds_of_ranks(line.draw, quiet=not options.output)
+        walker = _choose_worst_rank(walker, walked)
+        record = walked[walker.rank]
+    if ranks == 1 or options.snapshot:
+        record = walker.walk(quiet=not options.output, snapshot=options.snapshot or "")
     line.wipe()
     if record.failure:
         raise UserError(f"megatron-lite fit: {record.failure}")
@@ -54,14 +62,30 @@ def run(argv: list[str]) -> int:
         changes = walker.walk_changes(record, line.draw)
         line.wipe()
     rooms = tuple(GpuRoom(processor, record.reserved_peak_bytes) for processor in processors)
-    report = FitReport(" ".join(command), record, rooms, largest, why_no_batch, changes, seconds)
+    peaks = {rank: found.reserved_peak_bytes for rank, found in walked.items()}
+    report = FitReport(" ".join(command), record, rooms, largest, why_no_batch, changes, seconds, ranks, peaks)
     written = write_json(options.json, msgspec.to_builtins(report))
     print_lines([*fit_lines(report, get_style(sys.stdout)), *written])
     return 0 if all(room.fits for room in rooms) else DOES_NOT_FIT
 
 
-def _take_first_rank(command: list[str]) -> tuple[list[str], int]:
-    """Replace torchrun by the command of its first rank. Returns it and the number of ranks.
+def _choose_worst_rank(walker: Walker, walked: dict[int, FitRecord]) -> Walker:
+    """Choose the rank that holds most, or one that failed.
+
+    Args:
+        walker: Walks any rank.
+        walked: What was found, by rank.
+    """
+
+    def compare(rank: int) -> tuple[bool, int]:
+        record = walked[rank]
+        return bool(record.failure), record.reserved_peak_bytes
+
+    return dataclasses.replace(walker, rank=max(walked, key=compare))
+
+
+def _take_script(command: list[str]) -> tuple[list[str], int]:
+    """Replace torchrun by the command of a rank. Returns it and the number of ranks.
 
     UserError where torchrun does not say it.
     """

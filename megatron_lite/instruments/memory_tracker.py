@@ -109,7 +109,7 @@ class StorageTracker(TorchDispatchMode):
     """
 
     DEVICE = "cpu"  # of the tensors that are watched
-    STORAGES = "cpu"  # the device that their storages name
+    STORAGES: tuple[str, ...] = ("cpu",)  # the devices that their storages name
 
     def __init__(self, place: StepMarks, most: int) -> None:
         TorchDispatchMode.__init__(self)
@@ -273,7 +273,7 @@ class StorageTracker(TorchDispatchMode):
         dispatcher."""
         TORCH_RESIZE(storage, size)
         try:
-            if self._recording and storage.device.type == self.STORAGES:
+            if self._recording and storage.device.type in self.STORAGES:
                 self._look_at_storage(storage, "storage.resize_")
         except Exception as error:  # noqa: BLE001 - as above
             self._give_up(error)

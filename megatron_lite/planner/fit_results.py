@@ -1,5 +1,6 @@
 """Results of `megatron-lite fit`: the memory of a script, the GPUs it fits into, what one change would give."""
 
+import dataclasses
 from dataclasses import dataclass
 
 from megatron_lite.formats.fit_record import ChangeName, FitRecord
@@ -56,3 +57,6 @@ class FitReport:
     why_no_batch: str
     changes: tuple[WalkedChange, ...]  # those that hold less, the least first
     seconds: float
+    ranks: int = 1  # of the job
+    # bytes that the allocator takes of the GPU, by rank, for those that were walked; {}: of one rank there is no other
+    rank_peaks: dict[int, int] = dataclasses.field(default_factory=dict)

@@ -1,9 +1,12 @@
 """Runs a script in processes of its own, each of which walks it once. Imports no torch."""
 
+import contextlib
+import dataclasses
 import os
+import socket
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +24,7 @@ MIN_SAVED = 0.01  # of the peak, for a change to be told
 MAX_TRIES = 6  # of batches, until the largest that fits is found
 BATCH_STEP = 4  # by which a batch grows or shrinks where nothing tells how far to go
 MAX_AT_ONCE = 2  # processes
+PORT = 29500  # torchrun's; a rank that is walked reaches nobody
 
 
 @dataclass(frozen=True)
@@ -30,12 +34,14 @@ class Walker:
     Attributes:
         command: Its words.
         processor: The GPU that it finds; None: it runs as on the CPU.
-        ranks: Of the job, of which the command is the first one.
+        ranks: Of the job, all on one machine.
+        rank: The one that the command is.
     """
 
     command: tuple[str, ...]
     processor: Processor | None
     ranks: int = 1
+    rank: int = 0
 
     def walk(
         self,
@@ -75,12 +81,12 @@ class Walker:
             )
             environment = prepend_python_path(os.environ, BOOTSTRAP)
             environment[FIT_REQUEST] = msgspec.json.encode(request).decode()
-            if self.ranks > 1:
-                environment |= _describe_first_rank(self.ranks)
+            environment |= self._describe_rank(self.rank)
             try:
-                ended = subprocess.run(
-                    self.command, env=environment, capture_output=quiet, text=True, errors="replace", check=False
-                )
+                with self._run_others(environment, Path(name)) if with_data else contextlib.nullcontext():
+                    ended = subprocess.run(
+                        self.command, env=environment, capture_output=quiet, text=True, errors="replace", check=False
+                    )
             except OSError as error:
                 raise UserError(
                     f"megatron-lite fit: {self.command[0]} cannot be run ({error.strerror}); check its name."
@@ -90,6 +96,76 @@ class Walker:
                 return _add_last_line(msgspec.json.decode(answer.read_bytes(), type=FitRecord), last)
         unseen = "no process of the command imported torch and trained"
         raise UserError(f"megatron-lite fit: {': '.join([unseen, *last])} (exit code {ended.returncode}).")
+
+    def _describe_rank(self, rank: int) -> dict[str, str]:
+        """Make the variables that torchrun sets for a rank; none for a command that is the only one."""
+        if self.ranks == 1:
+            return {}
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self.ranks),
+            "LOCAL_WORLD_SIZE": str(self.ranks),
+            "GROUP_RANK": "0",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(PORT),
+            "TORCHELASTIC_RUN_ID": "none",
+        }
+
+    @contextlib.contextmanager
+    def _run_others(self, environment: dict[str, str], folder: Path) -> Iterator[None]:
+        """Run the other ranks beside this one, which computes with data.
+
+        Args:
+            environment: That of this rank. Its port becomes a free one.
+            folder: Where the others write their answers.
+        """
+        if self.ranks == 1:
+            yield
+            return
+        environment["MASTER_PORT"] = str(_find_free_port())
+        others = []
+        for rank in range(self.ranks):
+            if rank == self.rank:
+                continue
+            request = FitRequest(answer=str(folder / f"{rank}.json"), with_data=True)
+            asked = {FIT_REQUEST: msgspec.json.encode(request).decode()}
+            variables = self._describe_rank(rank) | asked | {"MASTER_PORT": environment["MASTER_PORT"]}
+            others.append(
+                subprocess.Popen(
+                    self.command,
+                    env=environment | variables,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                )
+            )
+        try:
+            yield
+        finally:
+            for other in others:
+                other.kill()
+                other.wait()
+
+    def walk_kinds_of_ranks(self, show: Callable[[str], object], quiet: bool = True) -> dict[int, FitRecord]:
+        """Walk the first and the last rank, and two between them where these hold different memory.
+
+        Args:
+            show: Shows progress.
+            quiet: Do not show what the script prints.
+
+        Returns:
+            What was found by rank.
+        """
+
+        def walk(rank: int) -> FitRecord:
+            show(f"rank {rank} of {self.ranks} ...")
+            return dataclasses.replace(self, rank=rank).walk(quiet=quiet)
+
+        walked = {rank: walk(rank) for rank in sorted({0, self.ranks - 1})}
+        if len({record.reserved_peak_bytes for record in walked.values()}) > 1:
+            between = {1, self.ranks // 2} - set(walked)
+            walked |= {rank: walk(rank) for rank in sorted(between)}
+        return walked
 
     def walk_changes(self, record: FitRecord, show: Callable[[str], object]) -> tuple[WalkedChange, ...]:
         """Walk the command with each change.
@@ -217,15 +293,9 @@ def _interpolate(walked: dict[int, int], first: int, second: int, room_bytes: in
     return int(first + (room_bytes - walked[first]) / slope)
 
 
-def _describe_first_rank(ranks: int) -> dict[str, str]:
-    """The variables that torchrun sets for the first of several ranks of one machine."""
-    return {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "GROUP_RANK": "0",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "29500",
-        "TORCHELASTIC_RUN_ID": "none",
-    }
+def _find_free_port() -> int:
+    """Find a port of this machine that nothing listens on."""
+    with socket.socket() as one:
+        one.bind(("localhost", 0))
+        port: int = one.getsockname()[1]
+        return port

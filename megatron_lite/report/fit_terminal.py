@@ -61,13 +61,23 @@ def list_sections(report: FitReport) -> Iterator[Section]:
     table = build_share_table(parts, record.allocated_peak_bytes, size)
     allocated = f"tensors {size(record.allocated_peak_bytes)}"
     reserved = f"reserved by the caching allocator {size(record.reserved_peak_bytes)}"
-    lines = Lines([f"peak in {record.where}", f"{allocated}, {reserved}"])
+    where = [f"peak in {record.where}", f"{allocated}, {reserved}", *_describe_ranks(report)]
     subtitle = f"the script, without data, in {report.seconds:.0f} s"
-    yield Section("memory", "Memory at the peak", subtitle, [table, lines])
+    yield Section("memory", "Memory at the peak", subtitle, [table, Lines(where)])
     yield from _list_ways(report)
     doubts = _list_doubts(report)
     if doubts:
         yield Section("doubts", "What the walk could not see", "", [Lines(doubts)])
+
+
+def _describe_ranks(report: FitReport) -> list[str]:
+    """Say which ranks of several were walked, and which one this is."""
+    if report.ranks == 1:
+        return []
+    peaks = report.rank_peaks
+    walked = ", ".join(f"{rank}: {size(peak_bytes)}" for rank, peak_bytes in sorted(peaks.items()))
+    worst = max(peaks, key=lambda rank: peaks[rank])
+    return [f"rank {worst} of {report.ranks}, the most of those walked ({walked})"]
 
 
 def _list_ways(report: FitReport) -> Iterator[Section]:

@@ -4,7 +4,8 @@ Memory is that of the walk: what torch.cuda.memory_allocated() returns is what t
 """
 
 import contextlib
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from megatron_lite.instruments.replacing import put_in_place
 
 GPU = torch.device("cuda", 0)
+LOCAL_RANKS = "LOCAL_WORLD_SIZE"  # torchrun's variable
 HAS_BF16 = (8, 0)  # compute capability of the first GPUs with bf16 and TF32
 SETTERS_OF_RANDOM_STATES = (
     "manual_seed",
@@ -109,15 +111,48 @@ class FakeEvent:
         return 1.0
 
 
-class FakeDevice(contextlib.nullcontext[None]):
-    """The context in which the current device is another; there is one only."""
+class FakeDevices:
+    """The GPUs of a machine, all alike, of which each rank uses one.
 
-    def __init__(self, *arguments: object) -> None:
-        super().__init__()
+    Args:
+        count: How many there are.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.current = 0
+        self.is_used = False  # torch's meshes choose this rank's GPU where none was used before
+
+    def set_current(self, device: object) -> None:
+        """Let another be the current one.
+
+        Args:
+            device: As torch.cuda.set_device takes it: a number, a torch.device or its name; below 0, nothing changes.
+        """
+        index = device if isinstance(device, int) else torch.device(str(device)).index
+        if index is not None and index >= 0:
+            self.current = index
+        self.begin_use()
+
+    def begin_use(self) -> None:
+        """Note the first use of a GPU. Called by torch wherever it uses one."""
+        self.is_used = True
+
+    @contextlib.contextmanager
+    def use(self, device: object) -> Iterator[None]:
+        """Inside the block, another is the current one."""
+        before = self.current
+        self.set_current(device)
+        try:
+            yield
+        finally:
+            self.current = before
 
 
 def answer_as(name: str, capability: tuple[int, int], total_bytes: int, meter: MemoryMeter) -> None:
-    """Let torch.cuda answer as on a machine with one such GPU, for the rest of the process.
+    """Let torch.cuda answer as on a machine with such GPUs, for the rest of the process.
+
+    There are as many as torchrun has started ranks on the machine, or one.
 
     Args:
         name: As torch.cuda.get_device_name gives it.
@@ -126,8 +161,10 @@ def answer_as(name: str, capability: tuple[int, int], total_bytes: int, meter: M
         meter: Knows how much of it is used.
     """
     properties = GpuProperties(name, *capability, total_bytes)
+    devices = FakeDevices(int(os.environ.get(LOCAL_RANKS, "1")))
     answers = {
         **_describe_device(properties),
+        **_describe_devices(devices),
         **_make_random_answers(),
         **_make_memory_answers(total_bytes, meter),
         "Stream": FakeStream,
@@ -135,8 +172,8 @@ def answer_as(name: str, capability: tuple[int, int], total_bytes: int, meter: M
         "stream": lambda stream=None: contextlib.nullcontext(stream),
         "current_stream": lambda device=None: FakeStream(),
         "default_stream": lambda device=None: FakeStream(),
-        "device": FakeDevice,
-        "device_of": FakeDevice,
+        "device": devices.use,
+        "device_of": lambda tensor: devices.use(tensor.get_device()),
     }
     for attribute, value in answers.items():
         put_in_place(torch.cuda, attribute, value)
@@ -160,13 +197,7 @@ def _describe_device(properties: GpuProperties) -> dict[str, object]:
     capability = (properties.major, properties.minor)
     return {
         "is_available": _answer(True),
-        "is_initialized": _answer(True),
         "_is_in_bad_fork": _answer(False),
-        "_lazy_init": _answer(None),
-        "init": _answer(None),
-        "device_count": _answer(1),
-        "current_device": _answer(0),
-        "set_device": _answer(None),
         "get_device_name": _answer(properties.name),
         "get_device_capability": _answer(capability),
         "get_device_properties": _answer(properties),
@@ -177,6 +208,18 @@ def _describe_device(properties: GpuProperties) -> dict[str, object]:
         "is_current_stream_capturing": _answer(False),
         "synchronize": _answer(None),
         "utilization": _answer(0),
+    }
+
+
+def _describe_devices(devices: FakeDevices) -> dict[str, object]:
+    """Answer how many devices there are, and which is the current one."""
+    return {
+        "device_count": lambda: devices.count,
+        "current_device": lambda: devices.current,
+        "set_device": devices.set_current,
+        "is_initialized": lambda: devices.is_used,
+        "_lazy_init": devices.begin_use,
+        "init": devices.begin_use,
     }
 
 

@@ -15,17 +15,21 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from megatron_lite.instruments.memory_tracker import RECORDERS
 from megatron_lite.instruments.replacing import get_function, put_in_place
+from megatron_lite.planner.walk.recording import WithoutData
 from megatron_lite.script_walk.known_truths import ORDINARY_NUMBER, learn
 from megatron_lite.script_walk.unknown_values import Branches, refuse_values
 
-MODULE_FILES = "/torch/nn/modules/"  # files whose empty tensors are weights
-MAX_DEPTH = 6  # frames between such a file and a mode
+# files whose empty tensors are weights, or are gathered to be
+WEIGHT_FILES = ("/torch/nn/modules/", "/torch/distributed/fsdp/")
+OF_MODES = (*RECORDERS, "/torch/utils/_device.py")  # frames between such a file and a mode
+OF_HOST = torch.device("cpu")
 MAKE_EMPTY = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default)
 READ_VALUE = torch.ops.aten._local_scalar_dense.default
 MOVE = torch.ops.aten._to_copy.default
@@ -33,16 +37,6 @@ ASK_DEVICE = torch.ops.prim.device.default
 SUPPORTED = "_foreach_supported_types"  # torch's lists of classes of tensors that it computes with in lists
 ORIGINAL = "original"  # attribute of a tensor without data: that of the host which it stands for
 Operation = OpOverload[..., object]
-
-
-class WithoutData(FakeTensorMode):
-    """torch's mode for tensors without data. A process has one: copies of a tensor belong to it, too."""
-
-    def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True, allow_fallback_kernels=False)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> "WithoutData":
-        return self
 
 
 class MovedBatch:
@@ -97,9 +91,11 @@ class DeviceTensors(TorchDispatchMode):
         """Tell torch that this mode has nothing to do with compiled code."""
         return True
 
-    def start(self) -> None:
-        """Start, for the rest of the process. Its children, such as workers of loaders, compute as ever."""
-        TorchDispatchMode.__enter__(self)
+    def prepare_torch(self) -> None:
+        """Prepare torch for this mode, for the rest of the process.
+
+        Children of the process, such as workers of loaders, compute as ever.
+        """
         # a tensor that is made of numbers is made on the host and then moved, so that its move is seen
         torch._C._set_only_lift_cpu_tensors(True)
         os.register_at_fork(after_in_child=self._become_child)
@@ -139,6 +135,10 @@ class DeviceTensors(TorchDispatchMode):
         if named.get("pin_memory"):
             # memory of the host that a GPU reads directly is memory of the host
             named = named | {"pin_memory": False}
+        device = named.get("device")
+        if isinstance(device, torch.device) and device.type == OF_HOST.type:
+            # torch gives the host's tensors no number, but takes one
+            named = named | {"device": OF_HOST}
         if func is ASK_DEVICE or self._is_child or not self._is_without_data(func, args, named):
             return func(*args, **named)
         if func is READ_VALUE:
@@ -187,15 +187,11 @@ def _has_data(value: object) -> TypeGuard[Tensor]:
 
 
 def _makes_weights() -> bool:
-    """Whether one of torch's modules calls, as it does for its weights."""
-    frame: FrameType | None = sys._getframe(2)
-    for _ in range(MAX_DEPTH):
-        if frame is None:
-            return False
-        if MODULE_FILES in frame.f_code.co_filename:
-            return True
+    """Whether torch calls for weights of its own modules, or of FSDP."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and any(part in frame.f_code.co_filename for part in OF_MODES):
         frame = frame.f_back
-    return False
+    return frame is not None and any(part in frame.f_code.co_filename for part in WEIGHT_FILES)
 
 
 def let_torch_compute_in_lists() -> None:

@@ -13,19 +13,17 @@ from torch import nn
 
 from megatron_lite.caching_allocator import Allocation, rounded
 from megatron_lite.errors import UserError
-from megatron_lite.formats.hardware import CUBLAS_THREADS
 from megatron_lite.formats.memory_snapshot import Frame, MemorySnapshot
-from megatron_lite.instruments.memory_tags import ModuleHooks, StepMarks
+from megatron_lite.instruments.memory_tags import StepMarks
 from megatron_lite.instruments.memory_tracker import StorageTracker
 from megatron_lite.instruments.replacing import put_in_place
 from megatron_lite.instruments.snapshot_format import ALLOC, FREE
-from megatron_lite.planner.walk.kernels import InPlaceGradients, replace_kernels
+from megatron_lite.planner.walk.recording import MAX_WALK_EVENTS, WalkRecording, WithoutData, stand_for_device
 from megatron_lite.planner.walk.tracker import CollectiveCounter, RehearsalTracker
 from megatron_lite.script_walk.cuda_answers import answer_as
 from megatron_lite.script_walk.device_tensors import (
     DeviceTensors,
     MovedBatch,
-    WithoutData,
     let_torch_compute_in_lists,
     make_weights_without_data,
 )
@@ -35,7 +33,6 @@ from megatron_lite.script_walk.repeated_forwards import RepeatedForwards
 from megatron_lite.script_walk.script_steps import ScriptSteps
 from megatron_lite.script_walk.unknown_values import Branches, give_unknown_values
 
-MAX_WALKED_EVENTS = 10_000_000
 AUTOGRAD_KEYS = {"cuda": "AutogradCUDA", "cpu": "AutogradCPU"}
 
 
@@ -47,6 +44,12 @@ class PretendedGpu:
     capability: tuple[int, int]
     total_bytes: int
     workspace_bytes: int  # of one of cuBLAS' two
+
+
+class CpuTracker(RehearsalTracker):
+    """Records what is allocated on the CPU, with data or without."""
+
+    STORAGES = ("cpu", "meta")
 
 
 class GpuTracker(RehearsalTracker):
@@ -92,9 +95,14 @@ class ScriptWalk:
         self._gpu = gpu
         self._finish = finish
         self._place = StepMarks()
-        self._tracker = StorageTracker(self._place, MAX_WALKED_EVENTS)
+        self._set_tracker(StorageTracker(self._place, MAX_WALK_EVENTS))
         self._forwards = RepeatedForwards()
         self._open = contextlib.ExitStack()  # for the rest of the process
+
+    def _set_tracker(self, tracker: StorageTracker) -> None:
+        """Let a recorder see what is allocated: there is one for each kind of device."""
+        self._tracker = tracker
+        self._recording = WalkRecording(self._place, tracker)
 
     def start(self) -> None:
         """Start, for the rest of the process.
@@ -102,10 +110,12 @@ class ScriptWalk:
         Raises:
             UserError: This build of torch cannot be shown a GPU.
         """
-        device = "cpu"
-        if self._gpu is not None:
-            device = "cuda"
-            self._tracker = self._show_gpu(self._gpu)
+        if self._gpu is None:
+            device = CpuTracker.DEVICE
+            self._set_tracker(CpuTracker(self._place, MAX_WALK_EVENTS, CollectiveCounter()))
+        else:
+            device = GpuTracker.DEVICE
+            self._set_tracker(self._show_gpu(self._gpu))
         without_data = WithoutData()
         tensors = DeviceTensors(without_data, self.batch, self.branches)
         let_torch_compute_in_lists()
@@ -116,18 +126,15 @@ class ScriptWalk:
         self._forwards.attach()
         # frames of the caller are seen in backward, too
         self._open.enter_context(torch.autograd.set_multithreading_enabled(False))
-        self._open.enter_context(replace_kernels(device, AUTOGRAD_KEYS[device]))
-        tensors.start()
-        self._open.enter_context(InPlaceGradients(device))
+        tensors.prepare_torch()
+        self._open.enter_context(stand_for_device(device, AUTOGRAD_KEYS[device], tensors))
         self.record()
         if self._gpu is not None:
-            for _ in range(CUBLAS_THREADS):
-                self._tracker.add_unseen("cublasWorkspace", self._gpu.workspace_bytes)
+            self._recording.add_workspaces(self._gpu.workspace_bytes)
 
     def record(self) -> None:
         """Start recording only: the script computes with data."""
-        self._tracker.start()
-        ModuleHooks(self._place, in_backward=False).attach()
+        self._recording.start()
         ScriptSteps(self._place, self._begin_step, self._end).attach()
 
     def _show_gpu(self, gpu: PretendedGpu) -> GpuTracker:
@@ -135,8 +142,8 @@ class ScriptWalk:
         try:
             let_torch_see_a_gpu()
         except CannotPretend as error:
-            raise UserError(f"{error}; walk the script as on a CPU instead: --device cpu.") from None
-        tracker = GpuTracker(self._place, MAX_WALKED_EVENTS, CollectiveCounter())
+            raise UserError(f"{error}; walk the script as on a CPU instead: --cpu.") from None
+        tracker = GpuTracker(self._place, MAX_WALK_EVENTS, CollectiveCounter())
         answer_as(gpu.name, gpu.capability, gpu.total_bytes, tracker)
         return tracker
 
@@ -155,7 +162,7 @@ class ScriptWalk:
         self._forwards.begin_step()
 
     def _end(self) -> None:
-        self._tracker.stop()
+        self._recording.stop()
         self._finish(self)
 
     def take_snapshot(self) -> MemorySnapshot:
@@ -164,6 +171,4 @@ class ScriptWalk:
         Raises:
             Exception: What went wrong while recording.
         """
-        if self._tracker.failure is not None:
-            raise self._tracker.failure
-        return self._tracker.snapshot()
+        return self._recording.take_snapshot()

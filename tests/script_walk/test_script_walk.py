@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.foreign_scripts import BEGIN, IMAGES, MIXED_PRECISION, PERCEPTRON, SCRIPTS, SEVERAL_RANKS
+from support.foreign_scripts import BEGIN, IMAGES, MIXED_PRECISION, PERCEPTRON, SCRIPTS, SEVERAL_RANKS, UNEVEN_RANKS
+from support.paths import REPO
 
 SMALL_MODEL = [
     "--num-layers",
@@ -168,6 +169,28 @@ def test_the_first_of_several_ranks_holds_gradients_and_their_buckets(tmp_path):
     found = replace(walker, ranks=8).walk()
     assert not found.failure
     assert found.categories["gradients"] == 2 * 256 * 256 * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["sharded.py", "sharded.py --bf16", "data_parallel.py", "data_parallel.py --unused"])
+def test_the_first_of_two_ranks_holds_what_it_holds_beside_the_other(words):
+    name, *arguments = words.split()
+    walker = Walker((sys.executable, str(REPO / "benchmarks" / "fit_scripts" / name), *arguments), None, ranks=2)
+    walked = walker.walk()
+    trained = walker.walk(with_data=True)
+    assert (walked.failure, trained.failure) == ("", "")
+    assert walked.allocated_peak_bytes == trained.allocated_peak_bytes
+    assert walked.categories == trained.categories
+
+
+@pytest.mark.slow
+def test_ranks_that_differ_are_walked_and_each_finds_its_gpu(tmp_path):
+    walker = replace(make_walker(tmp_path, UNEVEN_RANKS, H100), ranks=8)
+    walked = walker.walk_kinds_of_ranks(lambda text: None)
+    assert {record.failure for record in walked.values()} == {""}
+    weights = {rank: record.categories["parameters"] for rank, record in walked.items()}
+    assert list(weights) == [0, 7, 1, 4]
+    assert weights[0] < weights[1] < weights[4] < weights[7]
 
 
 @pytest.mark.slow

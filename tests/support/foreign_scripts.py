@@ -127,4 +127,22 @@ for step in range(10):
 """
 )
 
+UNEVEN_RANKS = (
+    BEGIN
+    + """
+import os
+import torch.distributed as dist
+dist.init_process_group("nccl")
+assert torch.cuda.device_count() == dist.get_world_size()
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+assert torch.zeros(1, device="cuda").device.index == torch.cuda.current_device() == dist.get_rank()
+part = nn.Sequential(*[nn.Linear(256, 256) for _ in range(2 + 2 * dist.get_rank())]).to("cuda")
+optimizer = torch.optim.AdamW(part.parameters())
+for step in range(4):
+    part(torch.randn(16, 256).to("cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+)
+
 SCRIPTS = {"perceptron": PERCEPTRON, "images": IMAGES, "two optimizers": TWO_OPTIMIZERS, "encoder": ENCODER}

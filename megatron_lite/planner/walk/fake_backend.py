@@ -1,6 +1,8 @@
 """Builds replicas without data and without other ranks, whose steps take the memory of real ones."""
 
 import contextlib
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -135,6 +137,31 @@ def fake_other_ranks(plan: Plan) -> Iterator[Groups]:
 # last one. What NCCL takes is outside of torch.
 
 
+def divide_into_buckets(parameters: list[nn.Parameter], limits: tuple[int, ...]) -> list[list[nn.Parameter]]:
+    """Divide parameters into those of one bucket each, as torch's compute_bucket_assignment_by_size does.
+
+    Args:
+        parameters: In the order in which they are put in.
+        limits: Bytes from which on a bucket is closed; the last one counts for all further ones of its type.
+
+    Returns:
+        Parameters of one type each.
+    """
+    closed: list[list[nn.Parameter]] = []
+    opened: dict[torch.dtype, list[nn.Parameter]] = {}
+    filled = Counter[torch.dtype]()
+    full = Counter[torch.dtype]()
+    for parameter in parameters:
+        dtype = parameter.dtype
+        opened.setdefault(dtype, []).append(parameter)
+        filled[dtype] += parameter.numel() * parameter.element_size()
+        if filled[dtype] >= limits[min(full[dtype], len(limits) - 1)]:
+            closed.append(opened.pop(dtype))
+            full[dtype] += 1
+            filled[dtype] = 0
+    return [*closed, *opened.values()]
+
+
 @mark_memory(GRADIENT_BUFFER)
 class FakeBucket:
     """Gradients of some parameters in one buffer, with the methods of dist.GradBucket that communication hooks call."""
@@ -161,6 +188,20 @@ class FakeBucket:
         return self._flat
 
 
+@mark_memory(GRADIENT_BUFFER)
+class UsedParameters:
+    """Numbers that say which parameters the ranks used in a step, on the host and on the device.
+
+    Args:
+        parameters: Those whose gradients are averaged.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        count = len(parameters)
+        self._on_host = torch.empty(count, dtype=torch.int32)
+        self._on_device = torch.empty(count, dtype=torch.int32, device=parameters[0].device)
+
+
 class BucketedReplica:
     """A stand-in for DistributedDataParallel, and for its reducer.
 
@@ -169,22 +210,35 @@ class BucketedReplica:
         bucket_mib: Size of a bucket, in MiB.
         group: The ranks that average; None: all.
         keeps_views: gradient_as_bucket_view: gradients are views of their buckets.
+        first_bucket_mib: Size of the first bucket, in MiB; None: that of all.
+        rebuilds: Buckets are filled anew in the order in which gradients came; not so with find_unused_parameters.
     """
 
-    def __init__(self, model: nn.Module, bucket_mib: float, group: dist.ProcessGroup | None, keeps_views: bool = True):
+    def __init__(
+        self,
+        model: nn.Module,
+        bucket_mib: float,
+        group: dist.ProcessGroup | None,
+        keeps_views: bool = True,
+        first_bucket_mib: float | None = None,
+        rebuilds: bool = True,
+    ):
         self._keeps_views = keeps_views
         self._model = model
-        self._cap = int(bucket_mib * MIB)
+        first_mib = bucket_mib if first_bucket_mib is None else first_bucket_mib
+        self._limits = (int(first_mib * MIB), int(bucket_mib * MIB))
         self.reducer = self
         self._reducing = False
-        self._rebuilt = False
+        self._rebuilt = not rebuilds
         self._group = group
         self._hook: Callable[[object, FakeBucket], object] = self._sum_up
         self._hook_state: object = None
         self._arrived: list[nn.Parameter] = []
         named = model.named_parameters()
         parameters = [p for name, p in named if p.requires_grad and not is_of_experts(name)]
-        self._lay_out([parameters])
+        limits = (sys.maxsize,) if rebuilds else self._limits
+        self._lay_out(divide_into_buckets(parameters, limits))
+        self._used = None if rebuilds else UsedParameters(parameters)
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._arrive)
 
@@ -205,23 +259,24 @@ class BucketedReplica:
     def prepare_for_backward(self, _outputs: list[Tensor]) -> None:
         """Reduce the gradients of the next backward."""
         self._reducing = True
-        self._unreduced = len({bucket for bucket, _ in self._bucket_of.values()})
+        buckets = {bucket for bucket, _ in self._bucket_of.values()}
+        self._unreduced = len(buckets)
+        for bucket in buckets:
+            # some of the last backward were not complete, if it used no weight of theirs
+            bucket.missing = len(bucket.parameters())
 
     def __call__(self, *inputs: object, **named: object) -> Tensor:
-        if self._arrived and not self._rebuilt:
-            self._rebuilt = True
-            self._bucket_of.clear()
-            groups: list[list[nn.Parameter]] = [[]]
-            filled = 0
-            for parameter in self._arrived:  # a bucket is closed by the gradient that brings it to its size
-                if filled >= self._cap:
-                    groups.append([])
-                    filled = 0
-                groups[-1].append(parameter)
-                filled += parameter.numel() * parameter.element_size()
-            self._lay_out(groups)
+        self.rebuild_buckets()
         result: Tensor = self._model(*inputs, **named)
         return result
+
+    def rebuild_buckets(self) -> None:
+        """Fill buckets in the order in which gradients came, once, before a forward."""
+        if not self._arrived or self._rebuilt:
+            return
+        self._rebuilt = True
+        self._bucket_of.clear()
+        self._lay_out(divide_into_buckets(self._arrived, self._limits))
 
     def _lay_out(self, groups: list[list[nn.Parameter]]) -> None:
         """Make a bucket of each group of parameters."""

@@ -122,7 +122,7 @@ class RehearsalTracker(StorageTracker):
     That is three of four of autograd's questions, which would go through all modes.
     """
 
-    STORAGES = "meta"  # of tensors without data
+    STORAGES: tuple[str, ...] = ("meta",)  # of tensors without data
 
     def __init__(self, place: StepMarks, most: int, collectives: CollectiveCounter):
         super().__init__(place, most)

@@ -6,26 +6,24 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_lite.config.plan import BatchSchedule, Plan
-from megatron_lite.formats.hardware import CUBLAS_THREADS, CUBLAS_WORKSPACE, cublaslt_workspace_bytes
+from megatron_lite.formats.hardware import CUBLAS_WORKSPACE, cublaslt_workspace_bytes
 from megatron_lite.formats.memory_snapshot import MemorySnapshot
 from megatron_lite.instruments.base import Instruments
-from megatron_lite.instruments.memory_tags import ModuleHooks, StepMarks
+from megatron_lite.instruments.memory_tags import StepMarks
 from megatron_lite.mesh_axes import DATA, TENSOR
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.backend import Backend
 from megatron_lite.parallel.groups import Groups
 from megatron_lite.phases import BeginPhase
 from megatron_lite.planner.walk.fake_backend import HOST, FakeBackend, fake_other_ranks
-from megatron_lite.planner.walk.kernels import InPlaceGradients, replace_kernels
+from megatron_lite.planner.walk.kernels import KEY
+from megatron_lite.planner.walk.recording import MAX_WALK_EVENTS, WalkRecording, WithoutData, stand_for_device
 from megatron_lite.planner.walk.tracker import CollectiveCounter, RehearsalTracker
 from megatron_lite.train.build_replica import build_replica
 from megatron_lite.train.step import BatchMaker, TrainingStep
 
-MAX_WALK_EVENTS = 10_000_000
-SIMULATED = "rehearsed without data; addresses and segments are where CUDA's caching allocator would put them"
 END_OF_DOCUMENT = 0  # any id: nothing is read
 Step = Callable[[BeginPhase], object]  # does one training step, whose parts it marks
 
@@ -99,32 +97,23 @@ def walk(
     """
     place = StepMarks()
     tracker = RehearsalTracker(place, MAX_WALK_EVENTS, collectives or CollectiveCounter())
-    hooks = ModuleHooks(place, in_backward=False)
-    # operations that torch has no rule for fail; it would run them on real memory of the same size
-    without_data = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
-    with replace_kernels(device), without_data, InPlaceGradients(device):
-        tracker.start()
-        hooks.attach()
+    recording = WalkRecording(place, tracker)
+    # tensors without data are on the CPU, whatever device they stand for
+    with stand_for_device(device, KEY, WithoutData()):
+        recording.start()
         try:
             step = prepare()
             if device == "cuda":
-                for _ in range(CUBLAS_THREADS):
-                    tracker.add_unseen("cublasWorkspace", workspace)
-            if device == "cuda" and cublaslt_workspace:
-                tracker.add_unseen("cublasLtWorkspace", cublaslt_workspace)
+                recording.add_workspaces(workspace, cublaslt_workspace)
             watching = Instruments([place], sys.stderr.write)
             for number in range(1, steps + 1):
                 tracker.begin_step()
                 with watching.step(number):
                     step(watching.phase)
         finally:
-            hooks.detach()
-            tracker.stop()
-        snapshot = tracker.snapshot()  # before the model is let go of
-    if tracker.failure is not None:
-        raise tracker.failure
-    snapshot["allocator_settings"]["simulated"] = SIMULATED
-    return snapshot
+            recording.stop()
+        # before the model is let go of
+        return recording.take_snapshot()
 
 
 def prepare(plan: Plan, groups: Groups, backend: Backend) -> Step:
