@@ -263,7 +263,7 @@ def test_ranks_drop_alike_what_all_hold_and_their_own_apart(tmp_path, sequence_p
 )
 def test_the_rehearsed_peak_is_the_recorded_one(tmp_path, words):
     argv = flags(
-        words, "--make-vocab-size-divisible-by 32 --train-iters 3 --num-layers 4 --hidden-size 64 --global-batch-size 8 --record-memory-history --no-report",
+        words, "--make-vocab-size-divisible-by 32 --train-iters 3 --num-layers 4 --hidden-size 64 --record-memory-history --no-report",
         "--profile-step-start 0 --profile-step-end 3 --memory-snapshot-path", tmp_path / "memory.pickle",
     )  # fmt: skip
     (tmp_path / "argv.json").write_text(json.dumps({"run": argv}))
