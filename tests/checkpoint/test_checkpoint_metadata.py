@@ -11,13 +11,13 @@ import pickle
 import random
 import shutil
 import struct
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.launch import run_script
 from support.wording import wording
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
@@ -172,11 +172,7 @@ def test_a_hostile_file_ends_in_one_line_and_does_nothing(saved, tmp_path):
     for title, (opcodes, _) in (HOSTILE | {"poison": (POISON + sound, POISONED[1])}).items():
         shutil.copytree(saved, folder / title)
         (folder / title / ".metadata").write_bytes(b"\x80\x04" + opcodes)
-    made = subprocess.run(
-        [sys.executable, "-c", READ_ALL, folder], check=False, capture_output=True, text=True, timeout=600
-    )
-    assert made.returncode == 0, made.stderr
-    said, path = json.loads(made.stdout)
+    said, path = json.loads(run_script(READ_ALL, folder))
     for title, line in said.items():
         assert (
             line.startswith("--load ") and wording("checkpoint/metadata-cannot-be-read") in line and "\n" not in line

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -214,6 +215,16 @@ def pretrain(argv: list[str], *args, seconds: float = LIMIT_S, **options) -> End
         os.killpg(process.pid, signal.SIGKILL)  # ranks and their loaders would live on
         raise
     return Ended(process.returncode, out, err, time.monotonic() - started)
+
+
+def run_script(text: str, folder: Path) -> str:
+    """Run Python in `folder`, its only argument, as a Fork; returns its output. It ends well."""
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as script:
+        script.write(text)
+        script.flush()
+        ended = pretrain([str(folder)], script=script.name, cwd=folder)
+    assert ended.code == 0, ended.out + ended.err
+    return ended.out
 
 
 def start(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.launch import run_script
 from support.paths import TESTS
 from support.traces import steps_of
 from support.watched_runs import PHASES, read_steps
@@ -115,7 +116,7 @@ class Module(lightning.LightningModule):
         self.log("loss", self.mean(**batch)["loss"])
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters())
-for callbacks in [], [LightningCallback({str(tmp_path / "run")!r}, steps=range(3, 5))]:
+for callbacks in [], [LightningCallback(sys.argv[1] + "/run", steps=range(3, 5))]:
     lightning.seed_everything(1)
     module, loader = Module(), torch.utils.data.DataLoader(Numbers(), batch_size=4)
     trainer = lightning.Trainer(
@@ -125,9 +126,7 @@ for callbacks in [], [LightningCallback({str(tmp_path / "run")!r}, steps=range(3
     trainer.fit(module, loader, loader)
     print("weights", module.mean.layer.weight.tolist())
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    plain, watched = (line for line in done.stdout.splitlines() if line.startswith("weights"))
+    plain, watched = (line for line in run_script(script, tmp_path).splitlines() if line.startswith("weights"))
     assert plain == watched
     check(tmp_path / "run", BATCHES, evaluated=[5, 10], saved=[])
 

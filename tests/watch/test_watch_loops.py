@@ -3,12 +3,11 @@
 import json
 import multiprocessing
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from support.launch import run_script
 from support.wording import wording
 from torch import nn
 from torch.utils.data import DataLoader
@@ -249,15 +248,13 @@ with Profiler(sys.argv[1], steps=range(30, 31)):
 
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="needs fork")
 def test_a_forked_process_tells_its_losses_before_they_are_scaled(tmp_path):
-    environment = {name: value for name, value in os.environ.items() if name != "RANK"} | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", SCALED_IN_A_FORK, str(tmp_path)], env=environment, check=True)
+    run_script(SCALED_IN_A_FORK, tmp_path)
     assert [one["loss"] for one in read_steps(tmp_path)] == [2.0] * 6
 
 
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="needs fork")
 def test_processes_without_ranks_do_not_write_over_each_other(tmp_path):
-    environment = {name: value for name, value in os.environ.items() if name != "RANK"} | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", HOGWILD, str(tmp_path)], env=environment, check=True, capture_output=True)
+    run_script(HOGWILD, tmp_path)
     beside = [one for one in tmp_path.iterdir() if one.name.startswith("process-")]
     folders = [tmp_path, *beside]
     assert len(beside) == 1
