@@ -69,7 +69,7 @@ def build_view(run: Run, recent: RankLines | None) -> View:
 
 
 def _get_iteration(run: Run) -> int:
-    """The newest iteration; 0 before the first."""
+    """Get the newest iteration; 0 before the first."""
     return int(run.iterations[-1]) if run.steps else 0
 
 
@@ -186,7 +186,7 @@ def _list_figures(run: Run, last: Steps, speed: dict[str, float | None]) -> Iter
 
 
 def _shorten_losses(run: Run) -> LossCurve:
-    """Means of at most BINS stretches of iterations that have a loss."""
+    """Shorten the losses of a run to the means of at most BINS stretches of iterations that have a loss."""
     known = ~np.isnan(run.losses) & ~run.skipped
     iterations = run.iterations[known]
     losses = run.losses[known]

@@ -28,7 +28,7 @@ from megatron_lite.planner.predict_plan import NOT_WALKED, find_highest, predict
 from megatron_lite.planner.run_walk import SNAPSHOT, walk_stages, walk_step
 from megatron_lite.planner.search import Search, search
 from megatron_lite.planner.what_if import MARGIN, find_heaviest_stage
-from megatron_lite.report.plan_terminal import plan_lines, verdicts
+from megatron_lite.report.plan_terminal import judge_plan, plan_lines
 from megatron_lite.report.text import Style, get_style
 from megatron_lite.terminal import print_lines
 from megatron_lite.units import size
@@ -344,7 +344,7 @@ def _check_training(run: PlannedRun, report: PlanReport) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         exact = walk_step(run.plan, run.flags, Path(folder) / "predicted.pickle", processor, MAX_UNASKED_S)
     walked = dataclasses.replace(report, training=dataclasses.replace(training, exact=exact))
-    pairs = zip(verdicts(report), verdicts(walked))
+    pairs = zip(judge_plan(report), judge_plan(walked))
     changed = [new for old, new in pairs if old.partition(":")[0] != new.partition(":")[0]]  # 'fits in one H200'
     lines = _describe_check(training.memory.peak.num_bytes, exact, "; --exact shows it")
     return ["", *lines, *(f"  {line}" for line in changed)]

@@ -130,7 +130,7 @@ def _choose_diameter(share: float) -> float:
 
 
 def _compute_intensity(row: RooflineRow) -> float:
-    """FLOP per byte of an operator."""
+    """Compute the arithmetic intensity of an operator, in FLOP per byte."""
     return row.flops / row.num_bytes
 
 
@@ -290,7 +290,7 @@ def _measure_ns(span: Span) -> int:
 
 
 def _find_ends(time: RankTime) -> tuple[int, int]:
-    """Where the step that is drawn begins and ends, in ns: a device that idles at its begin or end does so in the
+    """Find where the step that is drawn begins and ends, in ns: a device that idles at its begin or end does so in the
     picture too."""
     begins = [span.start_ns for span in time.timeline]
     ends = [span.end_ns for span in time.timeline]

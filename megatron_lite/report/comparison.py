@@ -125,7 +125,7 @@ def _list_limit_cells(one: Judged) -> list[str]:
 
 
 def markdown_lines(found: Comparison, judged: Sequence[Judged]) -> list[str]:
-    """The sentence, the limits and the totals, as GitHub and GitLab draw them."""
+    """Write the sentence, the limits and the totals as Markdown that GitHub and GitLab draw."""
     sentence = _escape_markdown(found.sentence)
     title_a = _escape_markdown(found.title_a)
     title_b = _escape_markdown(found.title_b)
@@ -227,7 +227,7 @@ def _build_flags_section(found: Comparison, everything: bool) -> Section:
 
 
 def _build_totals_section(found: Comparison) -> Section:
-    """Step time, tokens per second, memory; which file each comes from stands in a line below."""
+    """Build the table of step time, tokens per second and memory; which file each comes from stands in a line below."""
     names_by_source = defaultdict(list)
     for total in found.totals:
         names_by_source[total.of].append(total.name)
@@ -261,7 +261,7 @@ def _build_roles_section(found: Comparison) -> Section:
 
 
 def _build_kernels_section(kernels: Sequence[KernelPair], everything: bool) -> Section:
-    """The operators that changed most; where their kernels have other names, those stand below the table."""
+    """Build the table of the operators that changed most; where their kernels have other names, those stand below."""
     shown, hidden = limit_rows(kernels, MAX_COMPARED_KERNELS, everything)
     pairs = {_name_kernel(kernel): kernel.ms for kernel in shown}
     renamed = []
@@ -281,18 +281,24 @@ def build_losses_section(found: Losses, names: tuple[str, str, str] = ("A", "B",
         difference = significant(b - a, 2, signed=True)
         rows.append([name, significant(a, 7), significant(b, 7), difference])
     table = Table(rows, "lrrr", ["", *names])
-    first, last = found.iterations
-    texts = []
+    texts = [_describe_largest_difference(found)]
     if found.verdict:
-        texts.append(found.verdict)
-    largest = significant(found.largest, 2)
-    where = f"in step {found.largest_at:,}"
-    texts.append(f"largest difference of a loss in steps {first:,} to {last:,}: {largest}, {where}")
+        texts.insert(0, found.verdict)
+    first, _ = found.iterations
     return Section("losses", "Do they compute the same?", f"step {first:,}", [table, Lines(texts)])
 
 
+def _describe_largest_difference(found: Losses) -> str:
+    """Describe how far the losses of a step are apart at most, and in which step."""
+    first, last = found.iterations
+    steps = f"steps {first:,} to {last:,}"
+    largest = significant(found.largest, 2)
+    return f"largest difference of a loss in {steps}: {largest}, in step {found.largest_at:,}"
+
+
 def _build_phases_section(found: Comparison) -> Section:
-    """The host's labels beside the device's own time where there is a GPU: the two tell different stories."""
+    """Build the table of phases by the host's labels, and where there is a GPU before it that of the device's own time:
+    the two tell different stories."""
     on_device = {}
     on_host = {}
     for phase in found.phases:
@@ -334,7 +340,7 @@ def _differs(kernel: KernelPair, found: Comparison) -> bool:
 
 
 def _measure_increase(kernel: KernelPair) -> float:
-    """How many ms per step B takes more than A for a kind of work; below zero where it takes less."""
+    """Measure how many ms per step B takes more than A for a kind of work; below zero where it takes less."""
     return (kernel.ms.b or 0.0) - (kernel.ms.a or 0.0)
 
 
@@ -392,21 +398,29 @@ def _make_table(head: str, rows: Sequence[Sequence[str]], pairs: Iterable[Pair],
         pairs: the pair of each row.
         hidden: how many rows were left out.
     """
-    unchanged = [pair.change is Change.SAME for pair in pairs]
-    return Table(rows, "l" + COLUMN_ALIGNMENT, [head, *COLUMN_HEADS], hidden=hidden, faint=unchanged)
+    return Table(
+        rows,
+        align="l" + COLUMN_ALIGNMENT,
+        head=[head, *COLUMN_HEADS],
+        hidden=hidden,
+        faint=[pair.change is Change.SAME for pair in pairs],
+    )
 
 
 def _build_cells(pair: Pair, write: Callable[[float], str]) -> list[str]:
     """Write A, B, their difference, the change, the noise, and what became of it; '' for what is not known."""
-    a = "" if pair.a is None else write(pair.a)
-    b = "" if pair.b is None else write(pair.b)
     difference = ""
     if pair.difference is not None:
         amount = write(abs(pair.difference))
         difference = _sign(amount, pair.difference)
-    change = _describe_change(pair.ratio)
-    noise = write(pair.band) if pair.band else ""
-    return [a, b, difference, change, noise, str(pair.change)]
+    return [
+        "" if pair.a is None else write(pair.a),
+        "" if pair.b is None else write(pair.b),
+        difference,
+        _describe_change(pair.ratio),
+        write(pair.band) if pair.band else "",
+        str(pair.change),
+    ]
 
 
 def _describe_change(ratio: float | None) -> str:

@@ -56,7 +56,7 @@ def fit_names(names: Sequence[str], width: int = ROW_NAME_WIDTH) -> list[str]:
 
 
 def choose_unit(num_bytes: float) -> tuple[str, int]:
-    """The name and the bytes of the unit in which so many are a short number."""
+    """Choose the unit in which so many bytes are a short number: its name, and its bytes."""
     for name, bytes_of_unit in UNITS:
         if num_bytes >= bytes_of_unit:
             return name, bytes_of_unit

@@ -82,7 +82,10 @@ class Mark:
 
 @dataclass(frozen=True)
 class BarChart:
-    """Rows from the top down. `description`: what it shows in a sentence, for readers who cannot see it."""
+    """A chart of bars, in rows from the top down.
+
+    `description` says in a sentence what it shows, for readers who cannot see it.
+    """
 
     description: str
     series: Sequence[Bars]
@@ -93,17 +96,18 @@ class BarChart:
 
     @property
     def rows(self) -> list[str]:
-        """Names in their order, each once."""
+        """List the names of the rows from the top down, each once."""
         return list(dict.fromkeys(row for one in self.series for row in one.rows))
 
     @property
     def legend(self) -> list[tuple[str, str]]:
-        """Names and colors of the series that have a name."""
+        """List the names and colors of the series that have a name."""
         return [(one.name, one.colors[0]) for one in self.series if one.name]
 
     @property
     def numbers(self) -> Table:
-        """A row for each of the chart with a column per series; of bars that begin somewhere a row for each bar."""
+        """Build a table with a row for each of the chart and a column per series; of bars that begin somewhere with a
+        row per bar."""
         if any(series.begins for series in self.series):
             return self._list_bars()
         head = [""]
@@ -134,7 +138,10 @@ class BarChart:
 
 @dataclass(frozen=True)
 class CurveChart:
-    """Curves and points. `description`: what it shows in a sentence, for readers who cannot see it."""
+    """A chart of curves and points.
+
+    `description` says in a sentence what it shows, for readers who cannot see it.
+    """
 
     description: str
     curves: Sequence[Curve]
@@ -145,12 +152,13 @@ class CurveChart:
 
     @property
     def legend(self) -> list[tuple[str, str]]:
-        """Names and colors of the series that have a name; a limit's is written beside it instead."""
+        """List the names and colors of the series that have a name; a limit's is written beside it instead."""
         return [(one.name, one.color) for one in self.curves if one.name and not one.is_limit]
 
     @property
     def numbers(self) -> Table:
-        """A row per place with a column per curve where all have the same places, else a row per point."""
+        """Build a table with a row per place and a column per curve where all have the same places, else with a row per
+        point."""
         places = list(self.curves[0].x)
         if any(list(curve.x) != places or curve.texts for curve in self.curves):
             return self._list_points()

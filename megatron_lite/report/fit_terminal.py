@@ -55,7 +55,7 @@ def _judge_room(room: GpuRoom) -> str:
 
 
 def list_sections(report: FitReport) -> Iterator[Section]:
-    """List what stands below the verdict."""
+    """List the sections below the verdict: the peak by category, changes that were walked, and what was not seen."""
     record = report.record
     parts = [(name, held) for name, held in record.categories.items() if held]
     table = build_share_table(parts, record.allocated_peak_bytes, size)

@@ -80,7 +80,7 @@ def _build_share_tile(name: str, by_rank: list[float]) -> tuple[str, str]:
 
 
 def html_page(report: Report) -> str:
-    """The whole page as text."""
+    """Write a report as the HTML of one page."""
     charts = build_charts(report)
     sections = build_sections(report, True)
     if "losses" in charts:

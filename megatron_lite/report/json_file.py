@@ -40,7 +40,8 @@ MAX_WRITTEN_RANK_NUMBERS = 50_000  # from console lines; of more lines evenly ch
 
 
 def json_text(report: Report) -> str:
-    """Keys in a fixed order; what is not known or no number is null. ASCII, so that any reader can read it."""
+    """Write report.json: keys in a fixed order, null for what is not known or no number, and ASCII, so that any reader
+    can read it."""
     content = as_json(report)
     try:  # with an indent, json uses its slow encoder
         return msgspec.json.format(json.dumps(content, allow_nan=False), indent=1) + "\n"
@@ -49,7 +50,7 @@ def json_text(report: Report) -> str:
 
 
 def ranks_text(report: Report) -> str:
-    """A line of JSON for each whole entry of the lists that report.json shortens; '' where it has all."""
+    """Write a line of JSON for each whole entry of the lists that report.json shortens; '' where it has all."""
     lines = []
     for key in find_shortened(report):
         for entry in _list_entries(report, key, short=False):
@@ -58,12 +59,12 @@ def ranks_text(report: Report) -> str:
 
 
 def find_shortened(report: Report) -> list[str]:
-    """The lists of so many ranks that report.json has their details only for one."""
+    """Find the lists of so many ranks that report.json has their details only for one."""
     return [key for key in OF_RANKS if len(getattr(report.facts, key)) > MAX_FULL_ENTRIES]
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """The report as plain dicts, lists, numbers and strings."""
+    """Write a report as plain dicts, lists, numbers and strings."""
     facts = report.facts
     shortened = find_shortened(report)
     lists = {}
@@ -165,7 +166,8 @@ def _line_as_json(lines: RankLines, number: int) -> dict[str, Any]:
 
 
 def plain(value: Any, short: bool = False) -> Any:
-    """JSON's types only. NaN and infinity are null: they are numbers that nobody measured. `short`: without lists."""
+    """Write a value in JSON's types only. NaN and infinity are null: they are numbers that nobody measured. `short`:
+    without lists."""
     kind: Any = type(value)
     if kind in LEAVES:  # before what is rarer: there are many of them
         return value
@@ -174,8 +176,13 @@ def plain(value: Any, short: bool = False) -> Any:
     if names := _list_fields(kind):
         value = {name: getattr(value, name) for name in names}
     if isinstance(value, dict):
-        items = [(key, item) for key, item in value.items() if not (short and isinstance(item, LISTS))]
-        return {key if type(key) is str else str(plain(key)): plain(item, short) for key, item in items}
+        found = {}
+        for key, item in value.items():
+            if short and isinstance(item, LISTS):
+                continue
+            name = key if type(key) is str else str(plain(key))
+            found[name] = plain(item, short)
+        return found
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, LISTS):

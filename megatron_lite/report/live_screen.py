@@ -46,7 +46,7 @@ class PhaseNow(NamedTuple):
 
     @property
     def longer_ms(self) -> float:
-        """The longer of its two times."""
+        """Choose the longer of the phase's two times, in ms."""
         return max(self.now_ms, self.usual_ms)
 
 
@@ -95,10 +95,12 @@ def describe_progress(view: View, now: float | None = None) -> str:
         now: seconds since 1970 of a run that goes on; None for the clock's.
     """
     done = count(view.iteration)
-    parts = [f"{done} iterations"]
+    progress = f"{done} iterations"
     if view.last_iteration:
+        whole = count(view.last_iteration)
         share = view.iteration / view.last_iteration
-        parts = [f"{done} of {count(view.last_iteration)} iterations ({share:.0%})"]
+        progress = f"{done} of {whole} iterations ({share:.0%})"
+    parts = [progress]
     end = view.ended or now or time.time()
     if view.started is not None and end > view.started:
         gone = duration(end - view.started)
@@ -242,10 +244,13 @@ def draw_curve(curve: LossCurve, width: int, rows: int, unicode: bool) -> Render
     highest = significant(max(curve.losses), 4)
     lowest = significant(min(curve.losses), 4)
     # only the first and the last line have a label
-    labels = [highest, *[""] * (rows - 2), lowest]
+    labels = [""] * rows
+    labels[0] = highest
+    labels[-1] = lowest
     indent = max(len(highest), len(lowest))
     columns = max(width - indent - 1, 1)
-    lines = _draw_dots(curve, columns, rows) if unicode else _draw_stars(curve, columns, rows)
+    draw = _draw_dots if unicode else _draw_stars
+    lines = draw(curve, columns, rows)
     first = count(curve.iterations[0])
     last = count(curve.iterations[-1])
     drawn = Text(f"Loss, iterations {first} to {last}", style="bold", no_wrap=True)
@@ -296,11 +301,14 @@ def _trace_dots(curve: LossCurve, across: int, down: int) -> Iterator[tuple[int,
         across: columns of dots.
         down: rows of dots.
     """
-    places = np.linspace(curve.iterations[0], curve.iterations[-1], across)
+    first = curve.iterations[0]
+    last = curve.iterations[-1]
+    places = np.linspace(first, last, across)
     values = np.interp(places, curve.iterations, curve.losses)
     highest = max(curve.losses)
+    lowest = min(curve.losses)
     # of a curve that is level, all is at the top
-    span = highest - min(curve.losses) or 1.0
+    span = highest - lowest or 1.0
     share_from_top = (highest - values) / span
     heights = np.rint(share_from_top * (down - 1)).astype(int)
     before = heights[0]

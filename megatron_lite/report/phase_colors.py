@@ -18,8 +18,7 @@ BESIDE_PHASES = {
 
 
 def color_phases(names: Iterable[str]) -> dict[str, str]:
-    """A color for each phase: by its meaning, else by its name, so that it does not depend on which other phases there
-    are.
+    """Choose a color for each phase: by its meaning, else by its name, whichever other phases there are.
 
     Of names that nobody knows two have the same color only where there are more names than colors.
     """

@@ -20,7 +20,7 @@ from megatron_lite.report.figure import Axis, Curve, CurveChart, Figure, Look
 from megatron_lite.report.html import render_page
 from megatron_lite.report.json_file import plain
 from megatron_lite.report.plan_search import name_layout
-from megatron_lite.report.plan_terminal import KIND_COLORS, build_plan_sections, sum_kinds, verdicts
+from megatron_lite.report.plan_terminal import KIND_COLORS, build_plan_sections, judge_plan, sum_kinds
 from megatron_lite.units import GIB
 
 # what ends one clause of a verdict; a search names a layout, then the memory it takes
@@ -28,7 +28,7 @@ CLAUSES = re.compile(r"(?<=%\)), |; |: (?=peak [\d.,]+ \w+ of )")
 
 
 def plan_page(report: PlanReport) -> str:
-    """The whole page as text."""
+    """Write a plan as the HTML of one page."""
     charts = {
         "stages": memory_by_stage,
         "schedule": schedule_of_plan,
@@ -39,7 +39,7 @@ def plan_page(report: PlanReport) -> str:
         {key: make(report) for key, make in charts.items()},
         title=f"{report.subject.title}: {report.subject.facts}",
         command="plan",
-        sentences=_split_verdicts(verdicts(report)),
+        sentences=_split_verdicts(judge_plan(report)),
         confidence="before the run: memory is an estimate in closed form, times are lower bounds",
         gaps_title="What was assumed",
         gaps=report.subject.notes,
@@ -54,7 +54,7 @@ def _split_verdicts(texts: list[str]) -> list[str]:
 
 
 def memory_by_stage(report: PlanReport) -> Figure | None:
-    """A bar per stage, in order, of what its peak is made of; the GPU's memory as a line."""
+    """Draw a bar per stage, in order, of what its peak is made of, and the GPU's memory as a line."""
     training = report.training
     if not training or not training.stages:
         return None
@@ -81,7 +81,7 @@ def schedule_of_plan(report: PlanReport) -> Figure | None:
 
 
 def time_against_memory(report: PlanReport) -> Figure | None:
-    """Every layout that fits as a point; those that none other beats in both are joined."""
+    """Draw every layout that fits as a point, time over memory; those that none other beats in both are joined."""
     found = report.search
     if found is None or not found.fitting:
         return None
@@ -117,7 +117,7 @@ def _build_curve(candidates: list[Candidate], name: str, color: str, look: Look)
 
 
 def as_json(report: PlanReport) -> dict[str, Any]:
-    """Plain dicts, lists, numbers and strings; None for what is not known."""
+    """Write a plan as plain dicts, lists, numbers and strings; None for what is not known."""
     subject = report.subject
     training = report.training
     assert training is not None  # the JSON has it whatever was asked
@@ -126,7 +126,7 @@ def as_json(report: PlanReport) -> dict[str, Any]:
         "schema": PLAN_SCHEMA,
         "title": subject.title,
         "facts": subject.facts,
-        "verdicts": verdicts(report),
+        "verdicts": judge_plan(report),
         "notes": list(subject.notes),
         "plan": plain(subject.plan),
         "parameters": subject.parts,
@@ -148,7 +148,7 @@ def as_json(report: PlanReport) -> dict[str, Any]:
 
 
 def _memory_as_json(memory: MemoryPrediction) -> dict[str, Any]:
-    """The peak, and every moment with its rows."""
+    """Write predicted memory as JSON: the peak, and every moment with its rows."""
     return {
         "peak_bytes": memory.peak.num_bytes,
         "phase": memory.peak.phase,
@@ -159,7 +159,7 @@ def _memory_as_json(memory: MemoryPrediction) -> dict[str, Any]:
 
 
 def _outlook_as_json(one: Outlook, generating: Generating | None) -> dict[str, Any]:
-    """A training on one kind of GPU, and generating on it where that was asked."""
+    """Write as JSON a training on one kind of GPU, and generating on it where that was asked."""
     time = plain(one.time)
     if one.time.peak_tflops:
         time |= {"step_ms": one.time.step_ms, "tokens_per_s": one.time.tokens_per_s}

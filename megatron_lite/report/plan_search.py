@@ -39,7 +39,7 @@ EXPERT_COLUMNS = {"ep": "r", "etp": "r", "expert": "r"}  # before those, of a mo
 
 
 def judge_search(found: Search) -> list[str]:
-    """The fastest layout that fits, why, and its flags."""
+    """Judge a search: describe the fastest layout that fits and its flags, or how far the least one is from fitting."""
     room = f"{size(found.budget_bytes)} of one {found.processor.name}, {percent(found.margin)} left free"
     if found.fitting:
         return _describe_fastest(found.fitting[0], room)

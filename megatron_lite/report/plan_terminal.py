@@ -1,7 +1,7 @@
 """A plan as lines for a terminal: the verdict first, then what it is made of, at last what was assumed."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 from megatron_lite.config.plan import Plan
@@ -37,7 +37,7 @@ def plan_lines(report: PlanReport, style: Style, why: bool = False) -> list[str]
     """
     subject = report.subject
     lines = [heading(subject.title, subject.facts, style), ""]
-    for verdict in verdicts(report):
+    for verdict in judge_plan(report):
         lines += map(style.warm, wrapped(verdict, hanging="    "))
     for note in subject.notes:
         lines += map(style.dim, wrapped(note, hanging="    "))
@@ -52,8 +52,8 @@ def plan_lines(report: PlanReport, style: Style, why: bool = False) -> list[str]
 ASK_FOR_GPU = "--gpu NAME shows whether it fits and how fast it can be"
 
 
-def verdicts(report: PlanReport) -> list[str]:
-    """A sentence for each GPU that was named; without any the peak, and how to learn more."""
+def judge_plan(report: PlanReport) -> list[str]:
+    """Judge a plan in a sentence for each GPU that was named; without any write the peak, and how to learn more."""
     margin = report.subject.margin
     if report.search:
         return judge_search(report.search)
@@ -163,7 +163,7 @@ def _name_larger_gpu(gib: float) -> str:
 
 
 def _judge_all_generating(generating: Generating, precision: str, margin: float) -> list[str]:
-    """A sentence for each GPU, else what generating takes.
+    """Judge whether generating fits, in a sentence for each GPU; without any write what it takes.
 
     Args:
         generating: what is predicted.
@@ -245,7 +245,7 @@ def _describe_fitting(found: InferencePrediction, format_number: int, budget_byt
 
 
 def _describe_span(found: Duration) -> str:
-    """Days above two of them, else hours, minutes, seconds."""
+    """Write how long a training takes: in days from two of them on, else in hours, minutes and seconds."""
     if found.days >= 2:
         return f"{found.days:,.1f} days"
     return duration(found.seconds)
@@ -300,7 +300,7 @@ def build_plan_sections(report: PlanReport, why: bool) -> Iterator[Section]:
 
 
 def _build_training_sections(subject: Subject, training: Training, why: bool) -> Iterator[Section]:
-    """Memory, by stage and by the walk, and time."""
+    """Build the sections of memory, by formula, stage and walk, and of time."""
     yield from _build_memory_sections(training.memory, why)
     if training.stages:
         yield build_stages_section(training.stages, subject.everything)
@@ -314,7 +314,7 @@ def _build_training_sections(subject: Subject, training: Training, why: bool) ->
 
 
 def _build_work_section(subject: Subject) -> Section:
-    """FLOPs of a step by either convention."""
+    """Build the table of a step's FLOPs by either convention."""
     plan = subject.plan
     tokens = plan.batch.final * plan.shape.seq_length
     flops_by_convention = {
@@ -330,7 +330,7 @@ def _build_work_section(subject: Subject) -> Section:
 
 
 def _build_parameters_section(subject: Subject) -> Section:
-    """Parameters of each part that the model has."""
+    """Build the table of the parameters of each part that the model has."""
     parts = {name: number for name, number in subject.parts.items() if number}
     whole = sum(parts.values())
     table = build_share_table(list(parts.items()), whole, count)
@@ -441,7 +441,8 @@ def _count_in_flight(one: StageOutlook) -> int:
 
 
 def _build_schedule_section(plan: Plan, training: Training, everything: bool) -> Iterator[Section]:
-    """How long each stage waits at best: by formula, and in the order in which the stages really compute."""
+    """Build the table of how long each stage waits at best, in the order in which the stages really compute, and by
+    formula. Yields nothing where the stages' times are not known."""
     micro_batches = plan.final_micro_batches
     chunks = len(plan.stage.chunks)
     num_stages = len(training.stages)
@@ -485,7 +486,7 @@ def _build_waits(actions: Sequence[TimedAction], num_stages: int, everything: bo
 
 
 def sum_kinds(memory: MemoryPrediction) -> Counter[str]:
-    """Bytes at the peak: of weights and what belongs to them, of activations, of the loss."""
+    """Sum the bytes at the peak by kind: of weights and what belongs to them, of activations, of the loss."""
     found = Counter[str]()
     for row in memory.peak.rows:
         found[KIND_OF.get(row.category, OTHER)] += row.num_bytes
@@ -556,13 +557,7 @@ def _build_collectives_section(found: Exact, everything: bool) -> Section:
 
 def build_exact_section(memory: MemoryPrediction, found: Exact) -> Section:
     """Build the table of what the walk held, category by category, beside the formula."""
-    by_formula = Counter[str]()
-    for row in memory.peak.rows:
-        by_formula[row.category] += row.num_bytes
-    rows = []
-    for name in {**found.categories, **by_formula}:
-        exact_bytes = found.categories.get(name, 0)
-        rows.append(_list_exact_cells(name, exact_bytes, by_formula[name]))
+    rows = _compare_categories(memory.peak, found.categories)
     rows.append(_list_exact_cells("peak", found.allocated_peak_bytes, memory.peak.num_bytes))
     table = Table(rows, "lrrr", ["", "exact", "estimate", "difference"])
     where = f"peak in {found.where}"
@@ -571,6 +566,18 @@ def build_exact_section(memory: MemoryPrediction, found: Exact) -> Section:
     lines = Lines([where, reserved, *found.notes])
     subtitle = f"the real model and step, without data, in {found.seconds:.1f} s"
     return Section("exact", "Exact", subtitle, [table, lines])
+
+
+def _compare_categories(peak: Moment, exact_bytes_by_category: Mapping[str, int]) -> list[tuple[str, str, str, str]]:
+    """List the cells of each category that the walk or the formula has at the peak."""
+    formula_bytes = Counter[str]()
+    for row in peak.rows:
+        formula_bytes[row.category] += row.num_bytes
+    rows = []
+    for name in {**exact_bytes_by_category, **formula_bytes}:
+        exact_bytes = exact_bytes_by_category.get(name, 0)
+        rows.append(_list_exact_cells(name, exact_bytes, formula_bytes[name]))
+    return rows
 
 
 def _list_exact_cells(name: str, exact_bytes: int, formula_bytes: int) -> tuple[str, str, str, str]:
@@ -583,7 +590,7 @@ def _list_exact_cells(name: str, exact_bytes: int, formula_bytes: int) -> tuple[
 
 
 def build_time_section(outlooks: Sequence[Outlook], why: bool) -> Section:
-    """The parts of a step at best: with limits and bars for one GPU, a column for each of several."""
+    """Build the table of a step's parts at best: with limits and bars for one GPU, a column for each of several."""
     if len(outlooks) == 1:
         table = _build_time_of_one(outlooks[0])
         subtitle = f"{outlooks[0].processor.name}, a lower bound"
@@ -693,7 +700,7 @@ def _build_what_if_section(training: Training, margin: float) -> Section:
 
 
 def _build_fit_section(fit: Fit) -> Section:
-    """Flags to paste, or what is in the way."""
+    """Write flags to paste with which a training fits into a GPU, or what is in the way."""
     lines = []
     if fit.fits:
         peak_bytes = fit.given.peak_bytes
@@ -761,9 +768,12 @@ def _build_rates(formats: Sequence[str], timed: Sequence[tuple[Processor, Infere
 
 
 def _list_rates(processor: Processor, found: InferencePrediction) -> list[str]:
-    """Tokens/s of each number format that fits."""
+    """Write the tokens/s of each number format that fits into a GPU."""
     texts = []
     for row, weights in zip(found.token_rows, found.weights):
-        fits = found.num_bytes(weights) <= processor.memory_bytes
-        texts.append(count(found.tokens_per_s(row)) if fits else "does not fit")
+        if found.num_bytes(weights) > processor.memory_bytes:
+            texts.append("does not fit")
+            continue
+        tokens_per_s = found.tokens_per_s(row)
+        texts.append(count(tokens_per_s))
     return texts

@@ -15,7 +15,7 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of texts. `align` has a letter per column, l or r."""
+    """A table of texts. `align` has a letter per column, l or r."""
 
     rows: Sequence[Sequence[str]]
     align: str
@@ -28,7 +28,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Lines:
-    """Sentences, a line or more each."""
+    """A block of sentences, each a line or more."""
 
     texts: Sequence[str]
     quiet: bool = False  # detail rather than message
@@ -74,7 +74,7 @@ Block = Table | Lines | Card | CheckCard
 
 @dataclass(frozen=True)
 class Section:
-    """A title, at its right what its numbers are of, and what stands below."""
+    """A part of a report: a title, at its right a subtitle that says what the numbers are of, and the blocks below."""
 
     key: str  # also the place of its chart
     title: str
@@ -136,7 +136,7 @@ def build_share_table(
 
 
 def section_lines(section: Section, style: Style) -> list[str]:
-    """A section under its title."""
+    """Write a section as lines for a terminal, its title first."""
     lines = [heading(section.title, section.subtitle, style)]
     for block in section.blocks:
         if isinstance(block, Table):

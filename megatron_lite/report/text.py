@@ -34,7 +34,7 @@ def milliseconds(value: float | None, largest: float | None = None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """0.123 -> '12%', 0.004 -> '<1%'."""
+    """Write a share in percent: 0.123 as '12%', 0.004 as '<1%'; '' for what is not known."""
     if share is None or not math.isfinite(share):
         return ""
     return "<1%" if 0 < share < 0.005 else f"{share:.0%}"
@@ -46,12 +46,12 @@ def share(part: float, whole: float) -> float | None:
 
 
 def calls(per_step: float) -> str:
-    """0.5, 3, 96, 1,234."""
+    """Write how often something ran per step: 0.5, 3, 96, 1,234."""
     return significant(per_step) if per_step < 10 else f"{per_step:,.0f}"
 
 
 def flops(value: float) -> str:
-    """3.1e13 -> '31 TFLOP'."""
+    """Write an amount of arithmetic: 3.1e13 as '31 TFLOP'."""
     for unit in ("", "k", "M", "G", "T"):
         if abs(value) < 999.5:
             return f"{significant(value)} {unit}FLOP"
@@ -86,7 +86,7 @@ class Style:
         return self._in("33", text)
 
     def bar(self, share: float, width: int = BAR_WIDTH) -> str:
-        """A bar of `share` of `width` columns; what is more than nothing has at least the thinnest one."""
+        """Draw a bar of `share` of `width` columns; what is more than nothing has at least the thinnest one."""
         share = min(max(share, 0.0), 1.0)
         thinnest = 1 if share > 0 else 0
         if not self.unicode:

@@ -63,7 +63,7 @@ UNFOLDED = {
     "cpu_kernels": 9.7,
     "planner": 9.8,
     "cli": 9.5,
-    "report": 9.9,
+    "report": 9.8,
     "instruments": 9.3,
     "watch": 9.2,
     "checkpoint": 9.6,

@@ -20,9 +20,9 @@ from megatron_lite.report.plan_terminal import (
     STATES,
     build_exact_section,
     build_time_section,
+    judge_plan,
     plan_lines,
     sum_kinds,
-    verdicts,
 )
 from megatron_lite.report.text import Style
 from megatron_lite.units import GIB
@@ -91,7 +91,7 @@ def test_the_state_of_a_stage_counts_all_that_belongs_to_weights():
 def test_an_unknown_peak_is_no_time():
     """A V100 does not calculate in bf16."""
     made = report(find_processor("V100"))
-    assert verdicts(made)[0].endswith(wording("report/not-known-table-has"))
+    assert judge_plan(made)[0].endswith(wording("report/not-known-table-has"))
     told = [
         line
         for block in build_time_section(made.training.outlooks, False).blocks
@@ -125,7 +125,7 @@ def test_the_exact_peak_is_the_verdicts():
     where, held = "backward of step 2 in GPT", {"activations": 10 * GIB}
     walked = Exact(10 * GIB, 11 * GIB, 11 * GIB, "backward", where, held, ["a note"], 3.0)
     made = report(find_processor("H200"), exact=walked)
-    assert "peak 10.0 of 139.7 GiB (7%), in backward" in verdicts(made)[0]
+    assert "peak 10.0 of 139.7 GiB (7%), in backward" in judge_plan(made)[0]
     table, lines = build_exact_section(made.training.memory, made.training.exact).blocks
     assert ["activations", "10.00 GiB", "6.00 GiB", "-40.0%"] in map(list, table.rows)
     assert ["moments", "0 B", "3.00 GiB", "not there"] in map(list, table.rows)

@@ -32,7 +32,7 @@ MAX_EVIDENCE = 2  # of the first finding; the others have one
 
 
 def findings_section(report: Report, everything: bool) -> Section | None:
-    """The most costly one in full, some more in a line each."""
+    """Build the cards of the findings: the most costly ones in full, some more in a line each."""
     if not report.facts.ranks_seen and not report.findings:
         return None
     if not report.findings:
@@ -203,7 +203,7 @@ def _build_rank_table(rows: Sequence[RankRow], hidden: int) -> Table:
 
 
 def pipeline_section(report: Report, everything: bool) -> Section | None:
-    """Each stage's own work and waiting, beside what the schedule makes of these times at best."""
+    """Build the table of each stage's own work and waiting, beside what the schedule makes of these times at best."""
     found = report.facts.pipeline
     if found is None:
         return None
@@ -392,7 +392,7 @@ def build_sections(report: Report, everything: bool) -> list[Section]:
 
 
 def describe_confidence(report: Report) -> str:
-    """Why the verdict may be believed; '' for an inconclusive one, which says itself why not."""
+    """Describe why the verdict may be believed; '' for an inconclusive one, which says itself why not."""
     verdict = report.verdict
     if verdict.bound == "inconclusive":
         return ""

@@ -23,7 +23,8 @@ RECORD_BY_WATCH = "megatron-lite watch --memory"
 
 
 def memory_section(report: Report, everything: bool) -> Section | None:
-    """The snapshot with the highest peak, of the others the peak; without any what a trace says."""
+    """Build what the snapshot with the highest peak shows, with the peaks of the others; without snapshots what a trace
+    says."""
     facts = report.facts
     snapshot = facts.highest_snapshot
     if snapshot is None:
@@ -75,7 +76,7 @@ def _build_holders(snapshot: Snapshot) -> Block:
 
 
 def _build_sites(snapshot: Snapshot, everything: bool) -> Table:
-    """The lines of code whose allocations hold most of the peak."""
+    """Build the table of the lines of code whose allocations hold most of the peak."""
     shown, hidden = limit_rows(snapshot.sites, MAX_CODE_ROWS, everything)
     rows = []
     for site in shown:
@@ -86,7 +87,7 @@ def _build_sites(snapshot: Snapshot, everything: bool) -> Table:
 
 
 def _name_other_peaks(facts: Facts, shown: Snapshot) -> list[str]:
-    """A line with the peaks of the snapshots beside the one that is shown."""
+    """Write a line with the peaks of the snapshots beside the one that is shown; [] where there is no other."""
     others = [one for one in facts.snapshots if one is not shown]
     if not others:
         return []
@@ -168,7 +169,8 @@ def _list_traced_cells(one: TraceMemory, has_one_rank: bool) -> list[str]:
 
 
 def _describe_snapshot(snapshot: Snapshot, everything: bool) -> list[str]:
-    """Activations by layer, growth, fragmentation, and where memory ran out; a line for each that was found."""
+    """Describe activations by layer, growth, fragmentation, and where memory ran out, in a line for each that was
+    found."""
     lines = [
         _describe_layers(snapshot, everything),
         _describe_growth(snapshot),
@@ -180,7 +182,7 @@ def _describe_snapshot(snapshot: Snapshot, everything: bool) -> list[str]:
 
 
 def _describe_layers(snapshot: Snapshot, everything: bool) -> str:
-    """How much activations hold, by layer: all layers on demand, else the largest."""
+    """Describe how much activations hold, by layer: all layers on demand, else the largest; '' without layers."""
     if not snapshot.layers:
         return ""
     layers = [layer for layer in snapshot.layers if layer.name != OUTSIDE]
@@ -204,7 +206,8 @@ def _name_layers(layers: Sequence[Layer]) -> str:
 
 
 def _describe_growth(snapshot: Snapshot) -> str:
-    """How fast memory grows from step to step, and which lines of code allocate what stays."""
+    """Describe how fast memory grows from step to step, and which lines of code allocate what stays; '' where it does
+    not grow."""
     growth = snapshot.growth
     if growth is None:
         return ""
@@ -247,7 +250,7 @@ def _describe_private_pools(snapshot: Snapshot) -> list[str]:
 
 
 def _describe_failure(snapshot: Snapshot) -> str:
-    """The request that found no memory."""
+    """Describe the request that found no memory; '' where each found some."""
     oom = snapshot.oom
     if oom is None:
         return ""
@@ -263,7 +266,7 @@ AS_FACTOR = 1.0  # difference from which on it is told as a factor
 
 
 def prediction_section(report: Report, everything: bool) -> Section | None:
-    """Memory with its categories; the step against the shortest possible one."""
+    """Build the tables of predicted and measured memory by category, and of the step and the shortest possible one."""
     found = report.facts.predicted
     if found is None:
         return None
@@ -284,7 +287,8 @@ def prediction_section(report: Report, everything: bool) -> Section | None:
 
 
 def _compare_memory(memory: ComparedMemory, everything: bool) -> list[Block]:
-    """Predicted and measured bytes of each category at the peak; small categories share a row unless all are wanted."""
+    """Build the table of predicted and measured bytes of each category at the peak; small categories share a row unless
+    all are wanted."""
     least = 0 if everything else MAX_SMALL_SHARE * memory.peak.measured
     rows = []
     # bytes of the small categories
@@ -313,7 +317,7 @@ def _build_memory_row(row: Compared) -> list[str]:
 
 
 def _compare_time(time: ComparedTime) -> list[Block]:
-    """Each part of the step beside the shortest time that the hardware allows."""
+    """Build the table of each part of the step beside the shortest time that the hardware allows."""
     step_ms = time.step.measured
     rows = [_build_time_row(row, step_ms) for row in (*time.parts, time.step)]
     tokens = time.tokens

@@ -25,7 +25,7 @@ MIN_SHARE_OF_SITE = 0.02  # of a step
 
 
 def row_title(row: str, on_gpu: bool) -> str:
-    """A row's name; on a CPU there is no device that could wait."""
+    """Name a row of a step for readers; on a CPU there is no device that could wait."""
     title = ROW_TITLES.get(row, row)
     return title if on_gpu else TITLES_ON_CPU.get(row, title)
 
@@ -175,7 +175,7 @@ def phases_section(report: Report, everything: bool) -> Section | None:
 
 
 def _measure_longer(phase: PhaseTime) -> float:
-    """The longer of a phase's times, on the device and on the host, in ms per step."""
+    """Measure the longer of a phase's times, on the device and on the host, in ms per step."""
     return max(phase.device_ms, phase.host_ms)
 
 
@@ -202,7 +202,7 @@ MAX_OPERATORS = 3  # rows
 
 
 def kernels_section(report: Report, everything: bool) -> Section | None:
-    """Time by role, then the largest kernels."""
+    """Build the table of the device's time by role, then that of the largest kernels. None without kernels."""
     rank = report.facts.critical
     if rank is None or not rank.time.on_gpu or not rank.kernels.device_ms:
         return None
@@ -258,7 +258,8 @@ def _build_role_table(kernels: RankKernels, total_ms: float, everything: bool) -
 
 
 def operators_section(report: Report, everything: bool) -> Section | None:
-    """Host operators by their own time: what counts where there is no GPU; beside a GPU only where all is wanted."""
+    """Build the table of host operators by their own time: what counts where there is no GPU; beside a GPU only where
+    all is wanted."""
     rank = report.facts.critical
     if rank is None or not rank.kernels.operators:
         return None
@@ -298,8 +299,8 @@ OPERATOR_WIDTH = 16  # of the terminal's columns: a shape that is cut says nothi
 
 
 def roofline_section(report: Report, everything: bool) -> Section | None:
-    """Build arithmetic against the device's peak, tensor cores, then operators by what they lose to the hardware's
-    limits."""
+    """Build the lines of arithmetic against the device's peak and of tensor cores, then the table of operators by what
+    they lose to the hardware's limits."""
     rank = report.facts.critical
     if rank is None:
         return None
