@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megatron_lite.formats.prove_report import ComparedRow, Difference, ProofReport
+from megatron_lite.formats.prove_report import NOTHING_COMPARED, ComparedRow, Difference, ProofReport
 from megatron_lite.report.section import Block, Lines, Section, Table, section_lines
 from megatron_lite.report.text import Style, wrapped
 from megatron_lite.units import counted, duration, significant
@@ -30,31 +30,32 @@ def judge_proof(report: ProofReport) -> str:
         first = report.differences[0]
         where = f", first at {first.where}" if first.where else ""
         return f"DIFFERS: {first.kind.value}{where}: {first.evidence}"
-    beside = f"{counted(report.ranks, 'rank')} and {report.reference}"
-    if report.coverage == "nothing":
-        reason = report.not_compared[0] if report.not_compared else "nothing was recorded"
+    left_out = report.not_compared
+    if report.coverage == NOTHING_COMPARED:
+        reason = left_out[0] if left_out else "nothing was recorded"
         return f"NOT COMPARED: {reason}"
+    ranks = counted(report.ranks, "rank")
+    both = f"{ranks} and {report.reference}"
     if report.coverage == "partial":
-        return f"EQUAL within rounding in what was compared: {beside}; {len(report.not_compared)} things were not"
-    return f"EQUAL within rounding: {beside}"
+        return f"EQUAL within rounding in what was compared: {both}; {len(left_out)} things were not"
+    return f"EQUAL within rounding: {both}"
 
 
 def list_proof_sections(report: ProofReport) -> Iterator[Section]:
-    """List what stands below the verdict."""
+    """List the sections below the verdict: figures of both, differences, what was not compared, and what ran."""
     if report.rows:
-        head = ("", "reference", "proved", "apart", "rounding", "tensors")
-        rows = [_write_row(row) for row in report.rows]
-        beside = f"beside {report.reference}" if report.reference else ""
-        faint = [row.difference <= row.tolerance for row in report.rows]
-        table = Table(rows, "lrrrrr", head, faint=faint if report.differences else ())
-        yield Section("compared", "What was compared", beside, [table])
+        subtitle = f"beside {report.reference}" if report.reference else ""
+        table = _build_figures(report)
+        yield Section("compared", "What was compared", subtitle, [table])
     if report.differences:
         blocks: list[Block] = []
         for number, difference in enumerate(report.differences, 1):
-            blocks.append(Lines(_write_difference(number, difference)))
+            texts = _write_difference(number, difference)
+            blocks.append(Lines(texts))
         yield Section("differences", "What differs", "", blocks)
     if report.not_compared:
-        yield Section("left", "What was not compared", "", [Lines(list(report.not_compared))])
+        left_out = Lines(report.not_compared)
+        yield Section("left", "What was not compared", "", [left_out])
     notes = list(report.notes)
     if report.seconds:
         notes.append(f"took {duration(report.seconds)}")
@@ -62,15 +63,29 @@ def list_proof_sections(report: ProofReport) -> Iterator[Section]:
         yield Section("notes", "What ran", report.command, [Lines(notes, quiet=True)])
 
 
+def _build_figures(report: ProofReport) -> Table:
+    """Build the table of the figures of both; beside differences, what agrees is faint."""
+    rows = [_write_row(row) for row in report.rows]
+    head = ("", "reference", "proved", "apart", "rounding", "tensors")
+    agrees = []
+    if report.differences:
+        agrees = [row.difference <= row.tolerance for row in report.rows]
+    return Table(rows, "lrrrrr", head, faint=agrees)
+
+
 def _write_difference(number: int, difference: Difference) -> list[str]:
     """Write a difference: its kind and place, its evidence, what to do, and what else shows it."""
-    where = f" at {difference.where}" if difference.where else ""
-    head = f"{number}. {difference.kind.value}{where}, step {difference.step}, confidence {difference.confidence}"
+    what = difference.kind.value
+    if difference.where:
+        what += f" at {difference.where}"
+    head = f"{number}. {what}, step {difference.step}, confidence {difference.confidence}"
     lines = [head, difference.evidence, f"try: {difference.remedy}"]
-    if difference.others:
-        named = ", ".join(difference.others[:MAX_OTHERS_NAMED])
-        rest = len(difference.others) - MAX_OTHERS_NAMED
-        lines.append(f"so do {named} and {rest} more" if rest > 0 else f"so do {named}")
+    others = difference.others
+    if others:
+        named = ", ".join(others[:MAX_OTHERS_NAMED])
+        hidden = len(others) - MAX_OTHERS_NAMED
+        more = f" and {hidden} more" if hidden > 0 else ""
+        lines.append(f"so do {named}{more}")
     return lines
 
 
@@ -93,4 +108,6 @@ def write_share(value: float) -> str:
     """Write a relative difference: 0 -> "0", 0.00000021 -> "2.1e-07", 0.5 -> "0.5"."""
     if not value:
         return "0"
-    return f"{value:.1e}" if abs(value) < SMALLEST_WRITTEN else significant(value, 2)
+    if abs(value) < SMALLEST_WRITTEN:
+        return f"{value:.1e}"
+    return significant(value, 2)
