@@ -181,6 +181,21 @@ CPU_GRID = {
         1,
     ),
 }
+# layers of multi-token prediction on the last stage
+FURTHER = MEDIUM + LLAMA + "--mtp-num-layers "
+FURTHER_GRID = {
+    "further, bf16": (FURTHER + "1 --bf16", 1),
+    "further, two, tied, gpt": (MEDIUM + "--bf16 --mtp-num-layers 2", 1),
+    "further, two, bytes, bf16": (FURTHER + "2 --bf16 " + BYTES, 1),
+    "further, bytes, fp32, 2 micro-batches": (FURTHER + "1 --global-batch-size 8 " + BYTES, 1),
+    "further, bytes, recompute": (FURTHER + "2 --bf16 " + BYTES + FULL, 1),
+    "further, bytes, ddp": (FURTHER + "1 --bf16 " + BYTES, 2),
+    "further, bytes, zero1": (FURTHER + "1 --bf16 --global-batch-size 32 " + BYTES + ZERO1, 4),
+    "further, tp2, sequence parallel": (FURTHER + "1 --bf16 " + TP + "2 " + SP, 2),
+    "further, pp2, last stage": (FURTHER + "1 --bf16 --global-batch-size 16 " + PP + "2", 2, 1),
+    "further, pp2, bytes": (FURTHER + "1 --bf16 --global-batch-size 16 " + BYTES + PP + "2", 2),
+}
+GRID |= FURTHER_GRID
 GRID |= CPU_GRID
 # mixtures of experts, of which each expert gets as many tokens
 EP, ETP = "--expert-model-parallel-size ", "--expert-tensor-parallel-size "
@@ -287,6 +302,9 @@ QUICK = (
     "short, fp16, tp2",
     "short, fp16, pp2",
     "bytes, unfused, grouped, 1 sequence",
+    "further, bytes, recompute",
+    "further, pp2, last stage",
+    "bytes, llama, grouped, cp2, heads",
 )
 QUICK_ON_CPU = ("tiny", "cpu, context, long, bf16", "cpu, dropout, bf16")
 

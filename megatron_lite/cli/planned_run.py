@@ -225,9 +225,6 @@ def _plan_launch(launch: Launch, world: World, script: str, gpus: int | None, fp
     if line.args.model.model is not None:
         unknown = "memory and speed of a model of your own are not known before it runs"
         raise UserError(f"--model {line.args.model.model}: {unknown}; drop it to see those of a GPT with these flags.")
-    if line.args.model.mtp_num_layers:
-        unknown = "memory and time of multi-token prediction are not predicted"
-        raise UserError(f"--mtp-num-layers: {unknown}; drop it to see those of a GPT with these flags.")
     assumed_args = replace(line.args, data=_assume_data(line.args.data))
     check(replace(line, args=assumed_args), world, RULES_WITHOUT_FILES)
     vocab_size, assumed = planned_vocabulary(line.args.data, line.args.model.padded_vocab_size)

@@ -285,6 +285,21 @@ class Plan:
         return m.recompute_granularity == "full" and m.recompute_method == "uniform"
 
     @property
+    def further_layers(self) -> int:
+        """Layers of multi-token prediction of this stage: all of them are on the last one."""
+        return self.shape.mtp_num_layers if self.stage.is_last else 0
+
+    @property
+    def recomputed_further_layers(self) -> int:
+        """How many of those forget their activations."""
+        return self.further_layers if self.recomputes_further_layers else 0
+
+    @property
+    def further_expert_layers(self) -> int:
+        """How many of those have experts: all, where the decoder's last layer has some."""
+        return self.further_layers if self.shape.has_experts(self.shape.num_layers) else 0
+
+    @property
     def recomputed_layers(self) -> int:
         """How many layers of this stage, of all its chunks, forget their activations."""
         return sum(self.count_recomputed(len(chunk)) for chunk in self.stage.chunks)

@@ -18,7 +18,7 @@ from megatron_lite.config.cpu_kernel_rules import (
 )
 from megatron_lite.config.layout import count_keys
 from megatron_lite.config.loss_rows import MAX_LOGITS, count_rows
-from megatron_lite.config.model_size import list_attention_matrices
+from megatron_lite.config.model_size import count_parameters, list_attention_matrices
 from megatron_lite.config.plan import Plan
 from megatron_lite.config.shape import MIN_WINDOW_BLOCK, LatentShape
 from megatron_lite.formats.hardware import Processor, padded
@@ -842,6 +842,19 @@ class _ChunkOfLayers:
         """Layers that keep their input only."""
         return self.plan.count_recomputed(self.layers)
 
+    @property
+    def depths(self) -> int:
+        """Layers of multi-token prediction behind the chunk's own."""
+        return self.plan.further_layers if self.ends else 0
+
+    @cached_property
+    def depth_parameters(self) -> int:
+        """Parameters of one such layer, and of what joins hidden states and embeddings for it."""
+        shape = self.plan.rank_shape
+        without = count_parameters(replace(shape, mtp_num_layers=0), self.stage)
+        embedding = 0 if self.stage.is_first or shape.tied_embeddings else self.matrix
+        return (self.parameters - without - embedding) // max(self.depths, 1)
+
     @cached_property
     def parameters(self) -> int:
         """Number of parameters of the whole stage."""
@@ -956,6 +969,8 @@ def _list_micro_batch_moments(plan: Plan, always: list[LedgerRow], gather: Gathe
         throughout = gather([*always, *waiting])
         chunk = _ChunkOfLayers(plan, batch, throughout, number)
         yield from _list_loss_moments(chunk)
+        if chunk.depths:
+            yield _describe_further_layer(chunk)
         yield from _list_layer_moments(chunk)
         if chunk.starts:
             yield from _list_embedding_moments(chunk)
@@ -968,6 +983,7 @@ def _list_loss_moments(chunk: _ChunkOfLayers) -> Iterator[ListedMoment]:
     at_end = chunk.hold(layers + 1)
     at_end += _list_kept(batch, layers, chunk.recomputed)
     at_end += _list_rows(batch, _keep_ends(batch, chunk.starts, chunk.ends))
+    at_end += _list_further_layers(chunk, chunk.depths)
     if layers:
         yield from _list_last_layer_moments(chunk)
     if not chunk.ends:
@@ -981,6 +997,54 @@ def _list_loss_moments(chunk: _ChunkOfLayers) -> Iterator[ListedMoment]:
     of_weight = [chunk.make_gradients(chunk.matrix), _describe_wide_logits(batch)]
     at_output = [*at_end, logits, *chunk.hidden_gradient, *of_weight]
     yield ListedMoment(Phase.BACKWARD, "output layer", at_output)
+
+
+# --- layers of multi-token prediction, whose losses come before the model's own in forward, and behind it in backward
+
+
+def _list_further_layers(chunk: _ChunkOfLayers, depths: int) -> list[LedgerRow]:
+    """List what so many of them keep for backward, with their logits."""
+    if not depths:
+        return []
+    batch = _plan_further_layer(chunk)
+    # inputs of two norms and of the joining product, which is twice as wide; then the last norm's, and the output's
+    held = Held({NORMS: 3 * batch.hidden_norm_bytes, LINEAR_INPUTS: 2 * batch.input_bytes, MASKS: batch.mask_bytes})
+    norms_copy, _ = batch.copies_of_norms
+    if norms_copy:
+        held[LINEAR_INPUTS] += batch.input_bytes
+    logits, *_ = _list_loss(batch)
+    recomputed = depths if chunk.plan.recomputes_further_layers else 0
+    return [
+        *_list_kept(batch, depths, recomputed),
+        *_list_rows(batch, held, depths),
+        LedgerRow(
+            category=logits.category,
+            name="logits of further tokens",
+            num_bytes=depths * logits.num_bytes,
+            formula=f"{depths} x {logits.formula}",
+        ),
+    ]
+
+
+def _plan_further_layer(chunk: _ChunkOfLayers) -> MicroBatch:
+    """The micro-batch as such a layer has it, which has experts where the decoder's last one has."""
+    return replace(chunk.batch, expert_share=1.0 if chunk.plan.further_expert_layers else 0.0)
+
+
+def _describe_further_layer(chunk: _ChunkOfLayers) -> ListedMoment:
+    """The moment of the last such layer's backward at which tensors hold most: those before it are still whole."""
+    batch = _plan_further_layer(chunk)
+    of_layer = replace(chunk, batch=batch)
+    highest = _find_highest_operation(of_layer, chunk.plan.recomputes_further_layers)
+    rows = chunk.hold(chunk.layers)
+    rows += _list_kept(chunk.batch, chunk.layers, chunk.recomputed)
+    rows += _list_rows(chunk.batch, _keep_ends(chunk.batch, chunk.starts, chunk.ends))
+    rows += _list_further_layers(chunk, chunk.depths - 1)
+    rows += _list_rows(batch, Held({NORMS: 2 * batch.hidden_norm_bytes, LINEAR_INPUTS: 2 * batch.input_bytes}))
+    rows += highest.rows
+    made = chunk.output_gradient + chunk.waiting
+    rows.append(chunk.make_gradients(made + highest.new_gradients))
+    return ListedMoment(Phase.BACKWARD, f"further token {chunk.depths}, {highest.name}", rows)
 
 
 def _list_last_layer_moments(chunk: _ChunkOfLayers) -> Iterator[ListedMoment]:
@@ -1099,6 +1163,10 @@ def _count_gradients_above(chunk: _ChunkOfLayers, layer: int) -> int:
     Where ranks shard the model, those of layers are counted with what is gathered.
     """
     made = chunk.output_gradient + chunk.waiting
+    if chunk.depths and (chunk.is_sharded or chunk.gradients_stay):
+        # further tokens' embeddings have given a gradient of the embedding, too
+        made += chunk.depths * chunk.depth_parameters
+        made += 0 if chunk.plan.shape.tied_embeddings else chunk.matrix
     if chunk.is_sharded:
         return made
     above = chunk.layers - layer

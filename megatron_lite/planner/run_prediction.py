@@ -53,8 +53,7 @@ def forecast(plan: Plan, device_name: str | None, room_bytes: int | None) -> For
         room_bytes: Memory of one GPU, or of this machine; None if unknown.
     """
     sharing = 1 if plan.device == "cuda" else plan.world.local_size
-    is_known = plan.args.model.model is None and not plan.shape.mtp_num_layers
-    if plan.args.training.skip_train or not is_known:
+    if plan.args.training.skip_train or plan.args.model.model is not None:
         return Forecast(None, None, room_bytes, sharing)
     processor = match_processor(device_name)
     failures: list[str] = []
@@ -71,7 +70,8 @@ def forecast(plan: Plan, device_name: str | None, room_bytes: int | None) -> For
         heaviest = attempt("memory", find_heaviest_stage, plan, processor)
     memory = attempt("memory", predict_memory, heaviest, processor) if heaviest else None
     time = attempt("time", predict_time, plan, processor) if processor else None
-    categories = attempt("categories of memory", predict_categories, plan)
+    # those of further tokens are known at the peak only
+    categories = None if plan.shape.mtp_num_layers else attempt("categories of memory", predict_categories, plan)
     seen = Forecast(memory, time, room_bytes, sharing, categories=categories)
     remedy = ""
     if seen.excess_bytes(MARGIN):

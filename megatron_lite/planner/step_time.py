@@ -361,18 +361,28 @@ class _Work:
 
     @property
     def layers(self) -> int:
-        """Number of the stage's layers."""
-        return len(self.plan.stage.layers)
+        """Number of the stage's layers, those of multi-token prediction among them."""
+        return len(self.plan.stage.layers) + self.plan.further_layers
 
     @property
     def recomputed(self) -> int:
         """Layers of all chunks whose forward is computed again."""
-        return self.plan.recomputed_layers
+        return self.plan.recomputed_layers + self.plan.recomputed_further_layers
+
+    @property
+    def outputs(self) -> int:
+        """How often the stage makes logits of each token: once for each token that is predicted of it."""
+        return 1 + self.plan.further_layers if self.plan.stage.is_last else 0
 
     @property
     def tokens(self) -> int:
         """Tokens of a step that this rank computes."""
         return self.sequences * self.shape.seq_length
+
+    @property
+    def joined_tokens(self) -> int:
+        """Tokens whose hidden states this rank joins with embeddings: its own, where ranks share out the tokens."""
+        return self.tokens * self.stream // self.shape.hidden_size
 
     @property
     def element_bytes(self) -> int:
@@ -446,7 +456,7 @@ class _Work:
     @cached_property
     def expert_layers(self) -> int:
         """Layers that have experts in the place of an MLP."""
-        return count_expert_layers(self.shape, self.plan.stage)
+        return count_expert_layers(self.shape, self.plan.stage) + self.plan.further_expert_layers
 
     @property
     def linear_flops(self) -> int:
@@ -540,14 +550,16 @@ def _list_parts(work: _Work) -> Iterator[StepPart]:
     name = "norms, activations, dropout"
     per_token = work.forward_bytes + work.backward_bytes
     yield _move(name, work, work.layers, per_token, 1 - work.forward_bytes / per_token)
-    if work.plan.stage.is_last:
+    if work.outputs:
         yield _move_logits(work)
     yield from _list_recomputed(work)
 
 
 def _list_products(work: _Work) -> Iterator[StepPart]:
     """The linear layers' products, and the output layer's; those in fp8 by themselves."""
-    output = count_output_flops(work.shape, work.sequences) if work.plan.stage.is_last else 0
+    output = work.outputs * count_output_flops(work.shape, work.sequences)
+    # what joins a hidden state and an embedding is like a part of the output
+    output += work.plan.further_layers * 2 * work.joined_tokens * 2 * work.shape.hidden_size**2
     of_layers = (work.layers - work.expert_layers) * work.linear_flops + work.expert_layers * work.expert_flops
     products = FORWARD_AND_BACKWARD * (of_layers + output)
     in_backward = 2 / 3
@@ -595,7 +607,7 @@ def _list_attention(work: _Work) -> Iterator[StepPart]:
 
 def _move_logits(work: _Work) -> StepPart:
     """Forward reads the logits that the product has written; backward reads them again and writes their gradients."""
-    num_bytes = 3 * work.element_bytes * work.shape.padded_vocab_size
+    num_bytes = 3 * work.outputs * work.element_bytes * work.shape.padded_vocab_size
     formula = f"{count(work.tokens)} tokens x {count(num_bytes)} bytes"
     return StepPart(
         name="loss",
@@ -615,7 +627,8 @@ def _list_recomputed(work: _Work) -> Iterator[StepPart]:
     linear = work.linear_flops
     if not work.shape.hidden_dropout:
         linear -= 2 * work.tokens * work.shape.ffn_hidden_size * work.shape.hidden_size
-    with_experts = count_recomputed_experts(work.plan)
+    further_again = min(work.plan.further_expert_layers, work.plan.recomputed_further_layers)
+    with_experts = count_recomputed_experts(work.plan) + further_again
     # of experts backward needs the result, too
     flops = (again - with_experts) * linear + with_experts * work.expert_flops
     weights = flops // max(again, 1) // (2 * work.tokens)

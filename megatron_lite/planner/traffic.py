@@ -313,26 +313,27 @@ class _SplitLayers:
     with_experts: int  # layers that have experts in the place of an MLP
     unsplit: int  # layers behind whose experts nothing is summed
     unsplit_again: int  # recomputed ones of those
-    embeddings: int  # 0 or 1
-    outputs: int  # output layers: 0 or 1
+    embeddings: int  # 0 or 1, and one of each further token
+    outputs: int  # output layers: 0 or 1, and one of each further token
 
 
 def _count_split_layers(plan: Plan) -> _SplitLayers:
     """Count what tensor parallel ranks split of the stage of `plan`."""
     shape = plan.rank_shape
     stage = plan.stage
-    with_experts = count_expert_layers(shape, stage)
+    with_experts = count_expert_layers(shape, stage) + plan.further_expert_layers
+    further_again = min(plan.further_expert_layers, plan.recomputed_further_layers)
     # experts take each rank's own tokens; one that all tokens pass is split as an MLP is
     splits_experts = _measure_shared_width(shape) > 0
     return _SplitLayers(
         passes=plan.final_micro_batches,
-        number=len(stage.layers),
-        again=plan.recomputed_layers,
+        number=len(stage.layers) + plan.further_layers,
+        again=plan.recomputed_layers + plan.recomputed_further_layers,
         with_experts=with_experts,
         unsplit=0 if splits_experts else with_experts,
-        unsplit_again=0 if splits_experts else count_recomputed_experts(plan),
-        embeddings=1 if stage.is_first else 0,
-        outputs=1 if stage.is_last else 0,
+        unsplit_again=0 if splits_experts else count_recomputed_experts(plan) + further_again,
+        embeddings=plan.further_layers + (1 if stage.is_first else 0),
+        outputs=plan.further_layers + (1 if stage.is_last else 0),
     )
 
 
@@ -581,8 +582,9 @@ def _exchange_heads(plan: Plan, head_ranks: int, layers: int, again: int) -> Ite
 def _exchange_tokens(plan: Plan) -> Iterator[Exchange]:
     """Tokens to the ranks of their experts and back, forward and backward, if each expert gets as many."""
     passes = plan.final_micro_batches
-    layers = passes * count_expert_layers(plan.shape, plan.stage)
-    again = passes * count_recomputed_experts(plan)
+    further_again = min(plan.further_expert_layers, plan.recomputed_further_layers)
+    layers = passes * (count_expert_layers(plan.shape, plan.stage) + plan.further_expert_layers)
+    again = passes * (count_recomputed_experts(plan) + further_again)
     load = plan_expert_load(plan)
     assert load is not None
     hidden_bytes = compute_hidden_bytes(plan)
@@ -650,13 +652,24 @@ def _hand_on(plan: Plan) -> Iterator[Exchange]:
     backwards = chunks - 1 if stage.is_first else chunks
     yield Exchange(PIPELINE, SEND, "hidden states", num_bytes, passes * forwards)
     yield Exchange(PIPELINE, SEND, "their gradients", num_bytes, passes * backwards)
-    if plan.shape.tied_embeddings and (stage.is_first or stage.is_last):
-        matrix = plan.rank_shape.padded_vocab_size * plan.shape.hidden_size
-        ranks = plan.sharding.ranks if plan.sharding else 1
-        # shares of gradients are fp32
-        in_fp32 = plan.fp32_gradients or ranks > 1
-        num_bytes = matrix * gradient_bytes(plan.precision, in_fp32) // ranks
-        yield Exchange(PIPELINE, REDUCE, "gradients of the tied embedding", num_bytes, 1)
+    both_embed = plan.shape.tied_embeddings or plan.shape.mtp_num_layers > 0
+    if both_embed and (stage.is_first or stage.is_last):
+        yield from _sum_embeddings(plan)
+
+
+def _sum_embeddings(plan: Plan) -> Iterator[Exchange]:
+    """Sums of gradients of embeddings that the first and the last stage both have."""
+    shape = plan.rank_shape
+    ranks = plan.sharding.ranks if plan.sharding else 1
+    # shares of gradients are fp32
+    in_fp32 = plan.fp32_gradients or ranks > 1
+    row_bytes = shape.hidden_size * gradient_bytes(plan.precision, in_fp32)
+    words = shape.padded_vocab_size * row_bytes // ranks
+    what = "gradients of the tied embedding" if shape.tied_embeddings else "gradients of the embedding"
+    yield Exchange(PIPELINE, REDUCE, what, words, 1)
+    if shape.mtp_num_layers and shape.position_embedding == "learned_absolute":
+        positions = shape.max_position_embeddings * row_bytes // ranks
+        yield Exchange(PIPELINE, REDUCE, "gradients of the position embedding", positions, 1)
 
 
 def _share_gradients(plan: Plan) -> Iterator[Exchange]:

@@ -231,6 +231,14 @@ GPT2 = (
 )
 
 
+@pytest.mark.parametrize("depths", [1, 2])
+def test_work_of_further_tokens_is_what_counts(depths):
+    seen, plain = predict(f"{SEED} --mtp-num-layers {depths}"), predict(SEED)
+    useful_ms = row(seen, "matrix products").ms + row(seen, "attention").ms * 3 / 3.5  # without the repeated product
+    assert useful_ms == pytest.approx(seen.flops_causal / 989.5e9)
+    assert row(seen, "loss").ms == pytest.approx((1 + depths) * row(plain, "loss").ms)
+
+
 def test_length_of_a_training_and_conventions_of_its_flops():
     # llm.c's 124M: 19,073 steps of 524,288 tokens at 140 ms
     shape = plan(GPT2, EIGHT, 50257).shape

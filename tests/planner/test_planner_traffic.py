@@ -36,6 +36,7 @@ SP, CP2, ZERO1, ZERO3 = (
 )
 CP4, HEADS = "--context-parallel-size 4", "--cp-comm-type a2a"
 HEADS_AND_POSITIONS = "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"
+FURTHER = "--mtp-num-layers 2 --hidden-dropout 0 --untie-embeddings-and-output-weights"
 AGAIN = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 ONE_GROUP = "--group-query-attention --num-query-groups 2"
 SMALL = 1024  # bytes of the loss' three numbers per token, of counts and the norm
@@ -53,6 +54,7 @@ def node(ranks: int, of: int | None = None) -> World:
         (f"{PP2} --untie-embeddings-and-output-weights", 4), (f"{PP2} --num-virtual-stages-per-pipeline-rank 2 --num-layers 4", 2),
         (f"{PP2} --pipeline-schedule ZeroBubble", 2), (f"{TP2} {SP} {PP2} {ZERO1}", 8), (f"{TP4} {SP} {ONE_GROUP}", 4),
         (f"{TP2} {SP} {CP2} {ZERO3} --num-layers 4", 8), (f"--optimizer muon {ZERO1}", 2),
+        (FURTHER, 2), (f"{FURTHER} {TP2} {SP} {AGAIN}", 2), (f"{FURTHER} {PP2} --num-layers 4", 2),
         (f"{CP2} {HEADS}", 2), (f"{CP4} {HEADS} {ONE_GROUP} --num-query-groups 4 {AGAIN}", 4),
         (f"{TP2} {SP} {CP4} {HEADS_AND_POSITIONS} {AGAIN}", 8), (f"{CP2} --cp-comm-type a2a p2p", 2),
     ],
