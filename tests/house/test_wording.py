@@ -1,6 +1,7 @@
 """Sentences of the program stand in tests/wording.json; asserts state codes and figures."""
 
 import ast
+import functools
 from collections import Counter
 
 import pytest
@@ -26,6 +27,7 @@ STILL_ENGLISH = {
 }
 
 
+@functools.cache
 def parse_tests() -> dict[str, list[ast.Module]]:
     """The syntax trees of the test files, by folder."""
     found = {}
