@@ -61,8 +61,8 @@ class ModelFamily(Protocol):
 # architectures that lack something here, and what
 UNBUILT = {
     "GptOssForCausalLM": (
-        "experts and routers have no biases here, their gate is SiLU (Megatron-LM's --quick-geglu, --glu-linear-offset "
-        "and --activation-func-clamp-value are not built), and offsets of attention's softmax are not converted"
+        "experts and routers have no biases here, their gate is SiLU instead of a clamped sigmoid GELU, and offsets of "
+        "attention's softmax are not converted"
     ),
 }
 ARCHITECTURES: dict[str, ModelFamily] = {gpt2.ARCHITECTURE: gpt2}
