@@ -245,6 +245,24 @@ def states_of_a_growing_file(random) -> list[bytes]:
     return [*states, another[: len(another) // 2], another]
 
 
+@pytest.mark.parametrize(
+    ("plan", "expected"),
+    [
+        ({}, "full"),
+        ({"settings": {"recompute_granularity": "selective"}}, "selective"),
+        ({"settings": {}}, None),
+        ({"args": [], "settings": {}}, None),
+        ({"args": {"model": 3}}, None),
+    ],
+)
+def test_a_run_without_settings_has_those_of_its_flags(tmp_path, plan, expected):
+    """Runs recorded before there were settings: what they set does not count as left out."""
+    before = {name: part for name, part in PLAN.items() if name != "settings"}
+    before["args"] = {"model": {"recompute_granularity": "full", "hidden_size": 32}}
+    run = read_run(folder(tmp_path, [step(1)], RECORD | {"plan": before | plan}))
+    assert run.plan.settings.recompute_granularity == expected
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_a_growing_file_is_read_as_if_at_once(tmp_path, seed):
     random = Random(seed)

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from megatron_lite.formats.file_names import RUN_FILE
-from megatron_lite.formats.run_record import RUN_SCHEMA, RunRecord
+from megatron_lite.formats.run_record import RUN_SCHEMA, RunRecord, Settings
 from megatron_lite.process_state import is_there
 from megatron_lite.shared_files import read_foreign
 
@@ -58,6 +58,7 @@ def _read_file(folder: Path) -> tuple[RunRecord | None, list[str]]:
         return None, [f"{RUN_FILE} is damaged: it is no JSON object."]
     if not values:
         return None, [f"{RUN_FILE} is empty."]
+    _add_settings(values)
     record, lost = convert_sound(values, RunRecord)
     notes = []
     if lost:
@@ -69,6 +70,29 @@ def _read_file(folder: Path) -> tuple[RunRecord | None, list[str]]:
         has = f"{RUN_FILE} has schema {values.get('schema')!r}"
         notes.append(f"{has}, and this reader knows {RUN_SCHEMA}: some of it may be misread.")
     return record, notes
+
+
+def _add_settings(values: dict[str, Any]) -> None:
+    """Give a plan without settings those that stand among its flags.
+
+    Runs recorded before there were settings have their flags in groups alone: without this, each would count as left
+    out.
+
+    Args:
+        values: the JSON object of run.json, which is changed.
+    """
+    plan = values.get("plan")
+    if not isinstance(plan, dict) or "settings" in plan:
+        return
+    groups = plan.get("args")
+    if not isinstance(groups, dict):
+        return
+    names = {field.name for field in msgspec.structs.fields(Settings)}
+    settings = {}
+    for group in groups.values():
+        if isinstance(group, dict):
+            settings.update({name: value for name, value in group.items() if name in names})
+    plan["settings"] = settings
 
 
 def convert_sound(values: dict[str, Any], kind: type[Part]) -> tuple[Part, list[str]]:
