@@ -19,7 +19,7 @@ from megatron_lite.analysis.equality.wholes import write_weights
 from megatron_lite.cli.own_layouts import give_to_one_rank, is_own, read_layout, share_vocabulary
 from megatron_lite.cli.parser import END, Parser, write_json
 from megatron_lite.cli.planned_run import split_options
-from megatron_lite.cli.recorded_runs import RankedCommand, read_command, record_run
+from megatron_lite.cli.recorded_runs import TIMEOUT_S, RankedCommand, RunLimits, read_command, record_run
 from megatron_lite.errors import UserError
 from megatron_lite.formats.prove_record import FED_FILE, WEIGHTS_FILE, Feed
 from megatron_lite.formats.prove_report import NOTHING_COMPARED, ProofReport
@@ -60,12 +60,12 @@ class Recordings:
 
     Attributes:
         folder: Of all of them.
-        steps: That each trains.
+        limits: How far each goes.
         show: Show what the scripts print.
     """
 
     folder: Path
-    steps: int
+    limits: RunLimits
     show: bool
     line: LiveLine = field(default_factory=LiveLine)
 
@@ -83,10 +83,10 @@ class Recordings:
         Raises:
             UserError: A rank ended without a record.
         """
-        self.line.draw(f"{name}: {command}, {self.steps} steps ...")
+        self.line.draw(f"{name}: {command}, {self.limits.steps} steps ...")
         folder = self.folder / name
         try:
-            record_run(command, folder, self.steps, feed or Feed(), perturbation, self.show)
+            record_run(command, folder, self.limits, feed or Feed(), perturbation, self.show)
         finally:
             self.line.wipe()
         return read_run(folder)
@@ -106,7 +106,8 @@ def run(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(options.keep or name).absolute()
         commands = _read_commands(options, words, folder)
-        report = _prove(commands, Recordings(folder, options.steps, options.output))
+        limits = RunLimits(options.steps, options.timeout)
+        report = _prove(commands, Recordings(folder, limits, options.output))
     report = msgspec.structs.replace(report, seconds=time.monotonic() - began)
     written = write_json(options.json, msgspec.json.decode(msgspec.json.encode(report)))
     print_lines([*proof_lines(report, get_style(sys.stdout)), *written])
@@ -222,6 +223,13 @@ def _read_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         metavar="N",
         help=f"to train [{MIN_STEPS_PROVED}, the least]",
     )
+    add(
+        "--timeout",
+        type=float,
+        default=TIMEOUT_S,
+        metavar="SECONDS",
+        help=f"after which the ranks of a run are stopped [{TIMEOUT_S:g}]",
+    )
     add("--cpu", action="store_true", help="train on the CPU, whatever GPUs there are")
     add("--json", metavar="FILE", help="write the answer as JSON, too")
     add("--keep", metavar="FOLDER", help="keep what the ranks recorded in this new folder")
@@ -229,6 +237,8 @@ def _read_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     options, command = _split(parser, argv)
     if options.steps < MIN_STEPS_PROVED:
         raise UserError(f"--steps {options.steps}: must be at least {MIN_STEPS_PROVED}.")
+    if options.timeout <= 0:
+        raise UserError(f"--timeout {options.timeout:g}: must be positive.")
     if options.keep and Path(options.keep).exists():
         raise UserError(f"--keep {options.keep}: is there already; give a new folder.")
     return options, command

@@ -1,6 +1,7 @@
 """Starts the ranks of a training script on this machine, each of which records what it computes."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -22,7 +23,8 @@ from megatron_lite.variables import BOOTSTRAP, PROVE_REQUEST, THREADS, prepend_p
 TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 TRAINER = ("-m", "megatron_lite")  # the words that start the trainer of this package
 WAIT_FOR_RANKS_S = 0.05
-GRACE_S = 10.0  # that the other ranks get when one has failed
+TIMEOUT_S = 600.0
+GRACE_S = 10.0
 MAX_LINES_SHOWN = 8
 
 
@@ -93,25 +95,42 @@ def find_script(words: list[str]) -> int | None:
     return None
 
 
-def record_run(command: RankedCommand, folder: Path, steps: int, feed: Feed, perturbation: float, show: bool) -> None:
+@dataclass(frozen=True)
+class RunLimits:
+    """How far a run goes.
+
+    Attributes:
+        steps: That it trains.
+        timeout_s: After which its ranks are stopped.
+        grace_s: That the other ranks get when one has failed.
+    """
+
+    steps: int
+    timeout_s: float = TIMEOUT_S
+    grace_s: float = GRACE_S
+
+
+def record_run(
+    command: RankedCommand, folder: Path, limits: RunLimits, feed: Feed, perturbation: float, show: bool
+) -> None:
     """Run a script until it has trained some steps, and have each rank record them.
 
     Args:
         command: The script.
         folder: Folder for the records, which is made.
-        steps: Number of steps to train.
+        limits: How far it goes.
         feed: What it takes from another run.
         perturbation: How much its weights are changed, in units of their last place.
         show: Show what it prints.
 
     Raises:
-        UserError: A rank ended without a record, with its last lines.
+        UserError: A rank ended without a record, with its last lines, or the run took too long.
     """
     folder.mkdir(parents=True)
     request = ProveRequest(
         is_own_trainer=command.script[:2] == TRAINER,
         folder=str(folder),
-        steps=steps,
+        steps=limits.steps,
         feed=feed,
         perturbation=perturbation,
     )
@@ -122,10 +141,12 @@ def record_run(command: RankedCommand, folder: Path, steps: int, feed: Feed, per
     environment["WORLD_SIZE"] = environment["LOCAL_WORLD_SIZE"] = str(command.ranks)
     # as torchrun does: ranks do not wait for each other's cores, and sums are made in the same order on any number
     environment.setdefault(THREADS, "1")
-    _run_ranks(command, environment, folder, show)
+    _run_ranks(command, environment, folder, limits, show)
 
 
-def _run_ranks(command: RankedCommand, environment: Mapping[str, str], folder: Path, show: bool) -> None:
+def _run_ranks(
+    command: RankedCommand, environment: Mapping[str, str], folder: Path, limits: RunLimits, show: bool
+) -> None:
     words = [sys.executable, *command.script]
     with tempfile.TemporaryDirectory() as name:
         said = [(Path(name) / f"rank{rank}.txt").open("w+", errors="replace") for rank in range(command.ranks)]
@@ -137,29 +158,42 @@ def _run_ranks(command: RankedCommand, environment: Mapping[str, str], folder: P
                 subprocess.Popen(words, env={**environment, **own}, stdout=output, stderr=output or file, text=True)
             )
         try:
-            codes = _wait(started)
+            codes = _wait(started, limits)
         finally:
             for process in started:
                 if process.poll() is None:
                     process.kill()
                     process.wait()
-        missing = [rank for rank in range(command.ranks) if not (folder / RANK_FILE.format(rank)).exists()]
-        failed = [rank for rank, code in enumerate(codes) if code]
-        if missing or failed:
-            first = (failed or missing)[0]
-            why = _read_failure(folder, first) or _read_last_line(said[first])
+        failures = {rank: _read_failure(folder, rank) for rank in range(command.ranks)}
+        lacking = [rank for rank in range(command.ranks) if failures[rank] is None or (failures[rank] and codes[rank])]
+        if None in codes and lacking:
+            ranks = f"rank {lacking[0]}" if len(lacking) == 1 else f"ranks {', '.join(map(str, lacking))}"
+            raise UserError(
+                f"{command}: {ranks} had not stepped {limits.steps} times after {limits.timeout_s:g} s; "
+                "give a longer --timeout, or look for ranks that wait for each other."
+            )
+        # libraries may crash when a process ends: a rank whose record is whole has done its work
+        if lacking:
+            # those that were ended for its sake say nothing of the cause
+            first = min(lacking, key=lambda rank: (not failures[rank], codes[rank] in (0, -signal.SIGTERM)))
+            why = failures[first] or _read_last_line(said[first])
             raise UserError(f"{command}: rank {first} ended with exit code {codes[first]}: {why}")
         for file in said:
             file.close()
 
 
-def _wait(started: list["subprocess.Popen[str]"]) -> list[int]:
-    """Wait for all ranks; one that fails takes the others with it. Returns their exit codes."""
+def _wait(started: list["subprocess.Popen[str]"], limits: RunLimits) -> list[int | None]:
+    """Wait for all ranks; one that fails takes the others with it. Returns their exit codes; None of one that was still
+    running when the time was over."""
+    deadline = time.monotonic() + limits.timeout_s
     failed_at = None
     while any(process.poll() is None for process in started):
+        now = time.monotonic()
+        if now > deadline:
+            return [process.poll() for process in started]
         if failed_at is None and any(process.poll() for process in started):
-            failed_at = time.monotonic()
-        if failed_at is not None and time.monotonic() - failed_at > GRACE_S:
+            failed_at = now
+        if failed_at is not None and now - failed_at > limits.grace_s:
             for process in started:
                 process.terminate()
             break
@@ -167,11 +201,11 @@ def _wait(started: list["subprocess.Popen[str]"]) -> list[int]:
     return [process.wait() for process in started]
 
 
-def _read_failure(folder: Path, rank: int) -> str:
-    """Read why a rank has no whole record; "" where it wrote nothing."""
+def _read_failure(folder: Path, rank: int) -> str | None:
+    """Read why a rank has no whole record; "": it has one, None: it wrote nothing."""
     path = folder / RANK_FILE.format(rank)
     if not path.exists():
-        return ""
+        return None
     return msgspec.json.decode(path.read_bytes(), type=ProveRecord).failure
 
 
