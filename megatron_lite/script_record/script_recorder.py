@@ -4,7 +4,7 @@ Where it is fed, it starts from the weights and takes the samples of another run
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from megatron_lite.script_record.held_parameters import HeldParameter, ModulePar
 from megatron_lite.script_record.kept_tensors import KeptTensors
 from megatron_lite.script_record.loaders import Loaders
 from megatron_lite.script_record.model_calls import ModelCalls, SeenModel, hash_random_state, hash_rows, list_tensors
+from megatron_lite.script_record.optimizers import SeenOptimizers
 from megatron_lite.script_record.tensor_places import find_blocks
 from megatron_lite.script_record.without_dropout import WithoutDropout
 
@@ -94,8 +95,10 @@ class ScriptRecorder:
         self._outputs: list[ModuleOutput] = []
         self._weights: list[TensorPart] = []
         self._updates: dict[int, int] = {}
-        self._optimizers: list[Optimizer] = []  # keeps their ids theirs
-        self._started: set[str] = set()  # models whose weights were recorded
+        self._optimizers = SeenOptimizers()  # keeps their ids theirs
+        self._outside: dict[int, HeldParameter] = {}  # what optimizers update and no model holds, by its id
+        self._left_out = 0  # steps whose update was left out
+        self._started: set[int] = set()  # models whose weights were recorded
         self._local_sums: dict[str, Tensor] = {}
         self._aliases: dict[str, str] = {}
         self._is_compiled = False
@@ -118,6 +121,7 @@ class ScriptRecorder:
         self._leave_uncompiled()
         self._see_backward()
         self._see_clipping()
+        self._optimizers.attach(self._note_clearing)
         register_optimizer_step_pre_hook(self._begin_update)
         register_optimizer_step_post_hook(self._end_update)
 
@@ -136,10 +140,11 @@ class ScriptRecorder:
     def _begin_micro_batch(
         self, model: SeenModel, arguments: tuple[object, ...], named: dict[str, object]
     ) -> tuple[tuple[object, ...], dict[str, object]]:
-        if self._updates and min(self._updates.values()) >= len(self._steps):
+        if self._updates and min(self._updates.values()) + self._left_out >= len(self._steps):
             self._end_step()
-        if model.prefix not in self._started:
-            self._started.add(model.prefix)
+        # chunks of a stage and modules beside a model have no prefix either
+        if id(model.module) not in self._started:
+            self._started.add(id(model.module))
             self._start(model)
         arguments, named = self._given.take_inputs(arguments, named)
         data = [tensor for tensor in list_tensors((arguments, named)) if not tensor.requires_grad]
@@ -162,7 +167,8 @@ class ScriptRecorder:
                 self._see_local_gradient(held.name, held.parameter)
         if self._request.feed.weights:
             with np.load(self._request.feed.weights) as whole:
-                self._load(model, whole)
+                self._load(self._source.list(model), whole)
+                self._load(self._optimizers.list_all(), whole)
         if self._request.perturbation:
             self._perturb(model)
 
@@ -172,10 +178,10 @@ class ScriptRecorder:
             return [TensorPart(name=held.name, key="")]
         return self._kept.keep(kind, held.name, held.find_blocks(tensor), tensor.dtype)
 
-    def _load(self, model: SeenModel, whole: np.lib.npyio.NpzFile) -> None:
+    def _load(self, parameters: Iterable[HeldParameter], whole: np.lib.npyio.NpzFile) -> None:
         """Put the weights in place by name; others stay the script's own."""
         with torch.no_grad():
-            for held in self._source.list(model):
+            for held in parameters:
                 if held.name not in whole.files:
                     continue
                 array = torch.from_numpy(whole[held.name])
@@ -282,6 +288,7 @@ class ScriptRecorder:
             for held in self._source.list(model):
                 if held.name not in self._aliases:
                     yield held
+        yield from self._outside.values()
 
     def _see_clipping(self) -> None:
         clip = get_function(clip_grad, CLIP)
@@ -307,19 +314,57 @@ class ScriptRecorder:
         self._steps[-1].clipping = Clipping(norm=norm, max_norm=max_norm)
 
     def _begin_update(self, optimizer: Optimizer, *arguments: object) -> None:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self.note_gradients({id(parameter) for parameter in parameters})
+        self._note_outside(optimizer)
+        self.note_gradients(_list_ids(optimizer))
         step = self._steps[-1]
-        updated = [parameter for parameter in parameters if id(parameter) in step.kept_squares]
-        kept_squares = sum(step.kept_squares[id(parameter)] for parameter in updated)
-        squares = sum(_sum_squares(parameter.grad) for parameter in updated)
+        kept_squares = 0.0
+        squares = 0.0
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in step.kept_squares:
+                    kept_squares += step.kept_squares[id(parameter)]
+                    squares += _sum_squares(parameter.grad)
         # a step may have several optimizers
         step.kept_norm = math.hypot(step.kept_norm, math.sqrt(kept_squares))
         step.updated_norm = math.hypot(step.updated_norm, math.sqrt(squares))
 
+    def _note_outside(self, optimizer: Optimizer) -> None:
+        """Record the parameters that no model holds, before their first update."""
+        known = set(self._outside)
+        for model in self._calls.models:
+            known |= {id(held.parameter) for held in self._source.list(model)}
+        for held in self._optimizers.list_outside(optimizer, known):
+            self._outside[id(held.parameter)] = held
+            self._weights += self._keep("weights", held, held.parameter)
+
+    def _note_clearing(self, optimizer: Optimizer) -> None:
+        """End a step whose update is left out: where no optimizer has ever stepped, one clears all gradients."""
+        step = self._steps[-1]
+        if self._updates or not step.losses:
+            return
+        updated = _list_ids(optimizer)
+        squares = 0.0
+        for held in self._list_parameters():
+            if held.gradient is None:
+                continue
+            if id(held.parameter) not in updated:
+                return
+            squares += _sum_squares(held.gradient)
+        if not squares or not math.isfinite(squares):
+            return
+        self.note_gradients(updated)
+        # the next step's forward may come before its gradients are cleared
+        ended = len(step.losses)
+        begun = step.micro_batches[ended:]
+        step.micro_batches = step.micro_batches[:ended]
+        self._outputs = [output for output in self._outputs if output.micro_batch < ended]
+        self._left_out += 1
+        self._end_step()
+        self._steps[-1].micro_batches += begun
+        if self._left_out >= self._request.steps:
+            self._finish()
+
     def _end_update(self, optimizer: Optimizer, *arguments: object) -> None:
-        if id(optimizer) not in self._updates:
-            self._optimizers.append(optimizer)
         self._updates[id(optimizer)] = self._updates.get(id(optimizer), 0) + 1
         if min(self._updates.values()) >= self._request.steps:
             self._finish()
@@ -333,7 +378,12 @@ class ScriptRecorder:
 
     # the answer
 
-    def write(self, rank: int, ranks: int, engines: tuple[str, ...], failure: str = "") -> ProveRecord:
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a step was recorded as far as its gradients."""
+        return bool(self._steps[0].gradients)
+
+    def write(self, rank: int, ranks: int, engines: tuple[str, ...], failure: str = "", lost: str = "") -> ProveRecord:
         """Write the tensors, and return the record that names them.
 
         Args:
@@ -341,6 +391,7 @@ class ScriptRecorder:
             ranks: Of the job.
             engines: What brings gradients together.
             failure: Why the script ended early; "": it did not.
+            lost: Why it could not go on when others had finished; "": it has finished as well.
         """
         self._kept.write(Path(self._request.folder), rank)
         notes = []
@@ -348,13 +399,20 @@ class ScriptRecorder:
             notes.append("torch.compile was left out: modules of compiled code cannot be seen")
         if self._kept.left_out:
             notes.append(f"{self._kept.left_out} tensors had no room and were not compared")
-        steps = [step.close() for step in self._steps]
+        if lost:
+            steps = self._request.steps
+            notes.append(f"rank {rank} had not stepped {steps} times when others had: {lost}")
+        if self._left_out:
+            notes.append(f"rank {rank}: {self._left_out} times gradients were cleared without an update")
+        kept = self._steps
+        if lost:
+            kept = [step for step in kept if step.gradients]
         return ProveRecord(
             rank=rank,
             ranks=ranks,
             weights=tuple(self._weights),
             aliases=self._aliases,
-            steps=tuple(steps),
+            steps=tuple(step.close() for step in kept),
             outputs=tuple(self._outputs),
             loaders=tuple(self._loaders.describe()),
             dropouts=self._dropout.found,
@@ -362,6 +420,14 @@ class ScriptRecorder:
             notes=tuple(notes),
             failure=failure,
         )
+
+
+def _list_ids(optimizer: Optimizer) -> set[int]:
+    """List the ids of what an optimizer updates."""
+    ids = set()
+    for group in optimizer.param_groups:
+        ids |= {id(parameter) for parameter in group["params"]}
+    return ids
 
 
 def _sum_squares(gradient: Tensor | None) -> float:

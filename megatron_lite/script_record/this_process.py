@@ -16,7 +16,7 @@ from megatron_lite.script_record.engines import SeenEngines
 from megatron_lite.script_record.script_recorder import ScriptRecorder
 from megatron_lite.variables import PROVE_REQUEST
 
-MAX_WAIT_S = 60.0  # for the other ranks' answers: one that leaves early breaks their last exchange
+MAX_WAIT_S = 20.0  # for the other ranks' answers: one that leaves early breaks their last exchange
 WAIT_S = 0.05
 ENDED_EARLY = "the script ended before its optimizers had stepped {} times"
 
@@ -56,7 +56,23 @@ class ProvedScript:
 
     def _note_error(self, error: BaseException, show: Callable[[], object]) -> None:
         show()
-        self._write(f"{type(error).__name__}: {error}")
+        why = f"{type(error).__name__}: {error}"
+        if self._recorder.has_gradients and self._has_finished_peer():
+            # it was left alone: a rank that never steps goes on until its peers have gone
+            self._write(lost=why)
+        else:
+            self._write(why)
+
+    def _has_finished_peer(self) -> bool:
+        """Whether another rank has a whole record."""
+        folder = Path(self._request.folder)
+        for rank in range(self._ranks):
+            path = folder / RANK_FILE.format(rank)
+            if rank == self._rank or not path.exists():
+                continue
+            if not msgspec.json.decode(path.read_bytes(), type=ProveRecord).failure:
+                return True
+        return False
 
     def _end_early(self) -> None:
         if os.getpid() == self._process:
@@ -73,8 +89,9 @@ class ProvedScript:
             time.sleep(WAIT_S)
         leave(0)
 
-    def _write(self, failure: str = "") -> None:
-        record: ProveRecord = self._recorder.write(self._rank, self._ranks, self._engines.describe(), failure)
+    def _write(self, failure: str = "", lost: str = "") -> None:
+        engines = self._engines.describe()
+        record: ProveRecord = self._recorder.write(self._rank, self._ranks, engines, failure, lost)
         path = Path(self._request.folder) / RANK_FILE.format(self._rank)
         partial = path.with_suffix(".partial")
         partial.write_bytes(msgspec.json.encode(record))
