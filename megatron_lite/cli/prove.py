@@ -137,7 +137,7 @@ def _prove(commands: Commands, recordings: Recordings) -> ProofReport:
             why = f"the reference cannot take the same samples: {' '.join(error.lines)}"
             return _prove_alone(commands, proved, why)
     rounded = recordings.record(commands.reference, "rounding", feed, LAST_PLACE)
-    report = compare(proved, reference, rounded)
+    report = compare(proved, reference, rounded, probe=alone, start=decision.weights or None)
     return msgspec.structs.replace(report, reference=commands.reference_title, reference_ranks=commands.reference.ranks)
 
 

@@ -52,8 +52,8 @@ class ComparedRow(msgspec.Struct, frozen=True, kw_only=True):
     # of the reference and of what was proved; null: it has none
     reference: float | None
     proved: float | None
-    # the largest relative difference
-    difference: float
+    # the largest relative difference; null: a number is not finite
+    difference: float | None
     # up to which rounding explains it
     tolerance: float
     # how many tensors were compared; 1: the figure itself

@@ -69,7 +69,7 @@ def _build_figures(report: ProofReport) -> Table:
     head = ("", "reference", "proved", "apart", "rounding", "tensors")
     agrees = []
     if report.differences:
-        agrees = [row.difference <= row.tolerance for row in report.rows]
+        agrees = [is_within_rounding(row) for row in report.rows]
     return Table(rows, "lrrrrr", head, faint=agrees)
 
 
@@ -104,8 +104,15 @@ def _write_figure(value: float | None) -> str:
     return "" if value is None else significant(value, 6)
 
 
-def write_share(value: float) -> str:
-    """Write a relative difference: 0 -> "0", 0.00000021 -> "2.1e-07", 0.5 -> "0.5"."""
+def is_within_rounding(row: ComparedRow) -> bool:
+    """Whether rounding explains a row's difference."""
+    return row.difference is not None and row.difference <= row.tolerance
+
+
+def write_share(value: float | None) -> str:
+    """Write a relative difference: 0 -> "0", 0.00000021 -> "2.1e-07", 0.5 -> "0.5", no finite one -> "not finite"."""
+    if value is None:
+        return "not finite"
     if not value:
         return "0"
     if abs(value) < SMALLEST_WRITTEN:

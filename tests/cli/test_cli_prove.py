@@ -2,13 +2,16 @@
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 from support.launch import flags
+from support.proof_maker import Layout, Truth, make_run
 
 from megatron_lite.cli.launcher import SCRIPT_ENDINGS
 from megatron_lite.cli.main import main
 from megatron_lite.cli.own_layouts import give_to_one_rank, is_own, read_layout, share_vocabulary
+from megatron_lite.cli.prove import Recordings
 from megatron_lite.cli.recorded_runs import read_command
 from megatron_lite.config.args import Args
 from megatron_lite.config.command_line import read_command_line
@@ -114,6 +117,28 @@ def test_one_rank_has_all_experts(tmp_path):
     assert alone.args.experts == layout.args.experts
     sizes = [one.args.parallel.expert_model_parallel_size for one in (alone, layout)]
     assert sizes == [1, 2]
+
+
+def test_a_rank_with_the_weights_of_another_is_found_although_one_rank_is_fed_them(tmp_path, monkeypatch):
+    """What one rank is fed are the ranks' weights: those that it makes by itself tell which are at a wrong place."""
+    truth = Truth()
+
+    def exchange(drafts):
+        first, second = (draft.weights["0.weight"] for draft in drafts)
+        drafts[0].weights["0.weight"] = replace(first, array=second.array)
+        drafts[1].weights["0.weight"] = replace(second, array=first.array)
+
+    runs = {"proved": make_run(truth, Layout(tensor=2), exchange)}
+
+    def record(recordings, command, name, feed=None, perturbation=0.0):
+        recordings.folder.mkdir(exist_ok=True)
+        return runs.get(name) or make_run(truth)
+
+    monkeypatch.setattr(Recordings, "record", record)
+    words = ["--keep", str(tmp_path / "kept"), "--json", str(tmp_path / "x.json"), "--ranks", "2", "--", "train.py"]
+    assert main(["prove", *words]) == 1
+    first = json.loads((tmp_path / "x.json").read_text())["differences"][0]
+    assert (first["kind"], first["where"]) == ("wrong shard", "0.weight")
 
 
 @pytest.mark.parametrize(

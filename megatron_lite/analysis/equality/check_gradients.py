@@ -251,7 +251,7 @@ def _describe_factor(case: _Case, names: list[str]) -> Difference:
     """Say what a factor of all gradients comes from."""
     ratio = case.shown[names[0]].ratio
     tolerance = _tolerate(case, names[0])
-    every = f"every gradient is {write_ratio(ratio)} times the reference's"
+    every = f"all parameters: every gradient is {write_ratio(ratio)} times the reference's"
     if abs(ratio) <= tolerance:
         return case.make(
             ErrorKind.NO_GRADIENT,
@@ -265,26 +265,20 @@ def _describe_factor(case: _Case, names: list[str]) -> Difference:
         remedy = {
             "micro-batches of a step": f"divide the loss by the {size} micro-batches of a step",
         }.get(times[0], f"average instead of adding up: divide by {size} once")
-        evidence = f"{every}: the number of {' or of '.join(times)}"
-        return case.make(ErrorKind.FACTOR, names, evidence, remedy, _doubt(times))
+        evidence = f"{every}; there are {case.facts.describe(ratio, tolerance)}"
+        return case.make(ErrorKind.FACTOR, names, evidence, remedy)
     divided = case.facts.explain(1 / ratio, tolerance)
     if divided:
         size = significant(1 / ratio, 2)
         remedy = f"divide by {size} once: the loss, or the sum over ranks, is divided already"
-        evidence = f"{every}: 1 / the number of {' or of '.join(divided)}"
-        return case.make(ErrorKind.FACTOR, names, evidence, remedy, _doubt(divided))
+        evidence = f"{every}; there are {case.facts.describe(1 / ratio, tolerance)}"
+        return case.make(ErrorKind.FACTOR, names, evidence, remedy)
     return case.make(
         ErrorKind.FACTOR,
         names,
         f"{every}; no size of the layout makes this factor",
         "look at what the loss or the gradients are multiplied with",
     )
-
-
-def _doubt(reasons: Sequence[str]) -> str:
-    """The confidence of a kind that several sizes of the layout would explain."""
-    is_mixed = any("micro" in reason for reason in reasons) and len(reasons) > 1
-    return "medium" if is_mixed else "high"
 
 
 def _describe_partial_factor(case: _Case, names: list[str]) -> Difference:
@@ -308,13 +302,13 @@ def _describe_partial_factor(case: _Case, names: list[str]) -> Difference:
         return case.make(
             ErrorKind.REDUCED_TWICE,
             names,
-            f"{evidence}: the number of {' or of '.join(times)}",
+            f"{evidence}; there are {case.facts.describe(ratio, tolerance)}",
             "add up these gradients between ranks once: they are whole before the last reduction",
             "high" if right else "medium",
         )
     divided = case.facts.explain(1 / ratio, tolerance)
     if divided:
-        evidence += f": 1 / the number of {' or of '.join(divided)}"
+        evidence += f"; there are {case.facts.describe(1 / ratio, tolerance)}"
         return case.make(ErrorKind.FACTOR, names, evidence, "divide these gradients once, or add up what was averaged")
     return case.make(ErrorKind.FACTOR, names, evidence, "look at what these gradients are multiplied with")
 

@@ -23,8 +23,8 @@ def check_outputs(outputs: Sequence[ComparedOutput]) -> list[Difference]:
     at = next((number for number, output in enumerate(outputs) if output.likeness is Likeness.DIFFERS), None)
     if at is None:
         return []
-    later = dict.fromkeys(output.key.module for output in outputs[at + 1 :] if _differs(output))
-    later.pop(outputs[at].key.module, None)
+    later = dict.fromkeys(describe_name(output.key.module) for output in outputs[at + 1 :] if _differs(output))
+    later.pop(describe_name(outputs[at].key.module), None)
     return [msgspec.structs.replace(_judge_first(outputs, at), others=tuple(later)[:MAX_OTHERS_SHOWING])]
 
 
@@ -69,7 +69,7 @@ def _judge_first(outputs: Sequence[ComparedOutput], at: int) -> Difference:
 
 
 def _make(kind: ErrorKind, output: ComparedOutput, evidence: str, remedy: str, confidence: str = "high") -> Difference:
-    where = output.key.module
+    where = describe_name(output.key.module)
     return Difference(kind=kind, where=where, step=1, evidence=evidence, remedy=remedy, confidence=confidence)
 
 
@@ -78,7 +78,12 @@ def _describe_first(output: ComparedOutput) -> str:
     return f"the output of {describe_module(output)} is the first that differs{error}"
 
 
+def describe_name(module: str) -> str:
+    """Name a module; the one without a name is the model itself."""
+    return module or "the model"
+
+
 def describe_module(output: ComparedOutput) -> str:
     """Name a module with its class: "layers.0.norm (BatchNorm1d)"."""
-    module = output.key.module or "the model"
+    module = describe_name(output.key.module)
     return f"{module} ({output.class_name})" if output.class_name else module

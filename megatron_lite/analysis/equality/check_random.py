@@ -33,15 +33,39 @@ def check_start(run: ProvedRun, places: Places, start: Mapping[str, Array], orde
     copied = [name for name in names if _find_copies(held[name], start[name])]
     moved = [name for name in names if _find_moved(held[name], start[name])]
     lacking = [] if run.missing else [name for name in names if _is_lacking(held[name], start[name])]
-    found = []
+    found = [*_check_names(places, start)]
     if disagreeing:
         found.append(_describe_disagreement(disagreeing, held))
     if copied:
         found.append(_describe_copies(copied, held, start))
     shards = sorted({*moved, *lacking}, key=names.index)
-    if shards:
+    if shards and not found:
         found.append(_describe_shards(shards, held, start))
     return found
+
+
+def _check_names(places: Places, start: Mapping[str, Array]) -> Iterator[Difference]:
+    """Find parameters with the weights of one that comes earlier in the model.
+
+    A stage that counts its layers from zero has weights of later ones. Nothing but a mistake makes them earlier ones.
+    """
+    wrong = [
+        (rank, own_name, place.name)
+        for (rank, own_name), place in places.found.items()
+        if own_name in start and place.is_same and places.order[place.name] < places.order[own_name]
+    ]
+    if not wrong:
+        return
+    rank, own_name, name = wrong[0]
+    names = list(dict.fromkeys(own for _, own, _ in wrong))
+    yield Difference(
+        kind=ErrorKind.WRONG_SHARD,
+        where=names[0],
+        step=1,
+        evidence=f"{own_name} on rank {rank} begins with the weights that {name} has in the reference",
+        remedy="look at which layers each rank takes: those that it computes by their names",
+        others=tuple(names[1 : MAX_OTHERS_SHOWING + 1]),
+    )
 
 
 def _read_start(run: ProvedRun, places: Places) -> dict[str, Held]:

@@ -11,6 +11,7 @@ from megatron_lite.analysis.equality.compared_parts import ComparedPart, Compare
 from megatron_lite.analysis.equality.gradient_patterns import is_same_ratio
 from megatron_lite.analysis.equality.measure import SAFETY, Precision, Rounding
 from megatron_lite.analysis.equality.proved_run import Array, ProvedRun
+from megatron_lite.analysis.equality.rows import build_row
 from megatron_lite.formats.prove_report import ComparedRow, Difference, ErrorKind
 from megatron_lite.units import significant
 
@@ -80,13 +81,7 @@ class NormCheck:
             return None
         worst = max(norms.values(), key=lambda norm: abs(norm - expected))
         error = abs(worst - expected) / expected if expected else abs(worst)
-        return ComparedRow(
-            name=f"step {self.step + 1}: gradient norm",
-            reference=float(expected),
-            proved=float(worst),
-            difference=float(error),
-            tolerance=float(self.tolerance),
-        )
+        return build_row(f"step {self.step + 1}: gradient norm", error, self.tolerance, expected, worst)
 
     def check(self) -> list[Difference]:
         """Name errors of the norm and of what was clipped by it, for gradients that are right."""
@@ -191,14 +186,8 @@ class Updates:
         if not errors:
             return UpdateResult(None, [])
         worst = max((one for found in errors.values() for one in found), key=lambda one: one.error / one.tolerance)
-        row = ComparedRow(
-            name=f"step {self.step}: update of the weights",
-            reference=None,
-            proved=None,
-            difference=float(worst.error),
-            tolerance=float(worst.tolerance),
-            tensors=len(errors),
-        )
+        name = f"step {self.step}: update of the weights"
+        row = build_row(name, worst.error, worst.tolerance, tensors=len(errors))
         names = [name for name, found in errors.items() if any(one.differs for one in found)]
         names = order.sort_backward(names)
         return UpdateResult(row, [_describe_update(names, errors, self.step)] if names else [])

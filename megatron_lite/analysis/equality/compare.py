@@ -8,35 +8,30 @@ import numpy as np
 from megatron_lite.analysis.equality.call_order import CallOrder
 from megatron_lite.analysis.equality.check_data import check_data
 from megatron_lite.analysis.equality.check_gradients import check_gradients, write_ratio
-from megatron_lite.analysis.equality.check_outputs import STATISTICS_REMEDY, check_outputs
+from megatron_lite.analysis.equality.check_outputs import STATISTICS_REMEDY, check_outputs, describe_name
 from megatron_lite.analysis.equality.check_random import check_dropout, check_start
 from megatron_lite.analysis.equality.check_updates import NormCheck, Updates, compute_norm
 from megatron_lite.analysis.equality.compared_parts import ComparedPart, ComparedParts, collect_entries
 from megatron_lite.analysis.equality.facts import LayoutFacts
 from megatron_lite.analysis.equality.gradient_patterns import list_distinct
-from megatron_lite.analysis.equality.measure import (
-    LATER_STEPS,
-    MOST_LATER,
-    SAFETY,
-    Precision,
-    Rounding,
-    find_precision,
-    measure_rounding,
-)
+from megatron_lite.analysis.equality.losses import compare_losses
+from megatron_lite.analysis.equality.measure import LATER_STEPS, Precision, Rounding, find_precision, measure_rounding
 from megatron_lite.analysis.equality.outputs import ComparedOutput, Likeness, compare_outputs
 from megatron_lite.analysis.equality.own_sum import collect_own_sums, find_weights, read_local_gradients
 from megatron_lite.analysis.equality.placing import Places, place_parameters
 from megatron_lite.analysis.equality.proved_run import Array, Parts, ProvedRun, RankRun, list_rows
+from megatron_lite.analysis.equality.rows import build_row
 from megatron_lite.analysis.equality.same_data import Roles, find_part, find_roles, has_same_rows, read_start
+from megatron_lite.analysis.equality.sliced_samples import name_sliced_samples
 from megatron_lite.analysis.equality.wholes import assemble_all
 from megatron_lite.formats.prove_record import ProveRecord
 from megatron_lite.formats.prove_report import NOTHING_COMPARED, ComparedRow, Difference, ErrorKind, ProofReport
 from megatron_lite.units import counted
 
 OWN_SUM = "the mean of the ranks' own gradients"
+UNTOLD = (Likeness.DIFFERS, Likeness.UNMATCHED)  # outputs that, where gradients agree, were others than was thought
 WHOLLY = "whole"
 PARTLY = "partial"
-LEAST_LOSS_TOLERANCE = 1e-6  # scripts compute losses in float32 where they compute all else in float64
 MAX_NAMED_PARAMETERS_LEFT = 3  # parameters that a line on what was not compared names
 
 
@@ -144,9 +139,11 @@ def compare(
         _compare_alone(run, answer)
         reference = None
     else:
-        sides = _read_sides(run, reference, perturbed, start)
         probe = probe if probe is not None and probe.ranks and probe.steps else None
-        _compare_sides(sides, probe, start is not None, answer)
+        sides = _read_sides(run, reference, perturbed, probe, start)
+        # numbers that are not finite are said to be, in the answer
+        with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+            _compare_sides(sides, probe, start is not None, answer)
     return ProofReport(
         command=command,
         reference=OWN_SUM if reference is None else reference_command,
@@ -182,9 +179,14 @@ def _list_notes(run: ProvedRun) -> list[str]:
 
 
 def _read_sides(
-    run: ProvedRun, reference: ProvedRun, perturbed: ProvedRun | None, fed: Mapping[str, Array] | None
+    run: ProvedRun,
+    reference: ProvedRun,
+    perturbed: ProvedRun | None,
+    probe: ProvedRun | None,
+    fed: Mapping[str, Array] | None,
 ) -> _Sides:
     own_start, aliases = read_start(reference)
+    run = name_sliced_samples(run, reference if probe is None else probe)
     start = own_start if fed is None else {**own_start, **fed}
     places = place_parameters(run, start, aliases)
     roles = find_roles(run, places, reference)
@@ -272,7 +274,6 @@ def _compare_numbers(sides: _Sides, answer: _Answer) -> None:
         _compare_own_sums(sides.run, sides.places, sides.roles, sides.order, answer)
         return
     outputs = compare_outputs(sides.run, sides.places, sides.roles, sides.reference, sides.perturbed, sides.precision)
-    _add_output_row(outputs, answer)
     compared: set[str] = set()
     for step in range(sides.steps):
         if step and not has_same_rows(sides.run, sides.roles, sides.reference, own, step + 1):
@@ -296,47 +297,40 @@ def _has_gradient(sides: _Sides, name: str) -> bool:
     return name in names and any(place.name == name for place in sides.places.found.values())
 
 
-def _add_output_row(outputs: list[ComparedOutput], answer: _Answer) -> None:
-    matched = [output for output in outputs if output.likeness in (Likeness.EQUAL, Likeness.DIFFERS)]
-    measured = [output.measured for output in matched if output.measured is not None]
+def _add_outputs(outputs: list[ComparedOutput], agrees: bool, answer: _Answer) -> None:
+    """Add the row of the outputs that are the reference's, and of those that differ where gradients do, too."""
+    counted_ones = (Likeness.EQUAL,) if agrees else (Likeness.EQUAL, Likeness.DIFFERS)
+    told = [output for output in outputs if output.likeness in counted_ones]
+    measured = [output.measured for output in told if output.measured is not None]
     if measured:
         worst = max(measured, key=lambda one: one.error / one.tolerance)
-        answer.rows.append(
-            ComparedRow(
-                name="step 1: outputs of modules",
-                reference=None,
-                proved=None,
-                difference=float(worst.error),
-                tolerance=float(worst.tolerance),
-                tensors=len(measured),
-            )
-        )
-    left = list(dict.fromkeys(one.key.module for one in outputs if one.likeness is Likeness.UNMATCHED))
+        answer.rows.append(build_row("step 1: outputs of modules", worst.error, worst.tolerance, tensors=len(measured)))
+    left = [describe_name(one.key.module) for one in outputs if one not in told and one.likeness in UNTOLD]
     if left:
-        answer.notes.append(f"outputs of {_write_names(left)} could not be laid beside the reference's")
+        names = _write_names(list(dict.fromkeys(left)))
+        answer.notes.append(f"outputs of {names} could not be laid beside the reference's")
 
 
 def _compare_step(
     sides: _Sides, step: int, outputs: list[ComparedOutput], answer: _Answer, compared: set[str]
 ) -> list[Difference]:
     """Compare one step, and return the error that it shows first."""
-    row = _compare_losses(sides, step)
-    if row is not None:
-        answer.rows.append(row)
     wholes, rounding, _ = sides.measure(_list_gradients, step)
     entries = sides.collect(_list_gradients, step, wholes, rounding)
     compared.update(entries.compared)
+    differs = bool(entries.differing or entries.surplus)
+    _add_outputs(outputs, bool(entries.compared) and not differs, answer)
+    row = compare_losses(sides.run, sides.reference, sides.perturbed, sides.precision, step)
+    if row is not None:
+        answer.rows.append(row)
     if entries.compared:
         answer.rows.append(_build_gradient_row(entries, step))
     forward = check_outputs(outputs)
-    if entries.differing or entries.surplus:
+    if differs:
         return forward + _explain_gradients(sides, step, entries, forward, rounding, answer)
-    if forward and entries.compared:
-        names = ", ".join(one.where for one in forward)
-        answer.notes.append(f"outputs of {names} could not be told from the reference's; gradients agree")
     if not entries.compared:
         return forward
-    if row is not None and row.difference > row.tolerance:
+    if row is not None and (row.difference is None or row.difference > row.tolerance):
         answer.notes.append(f"{row.name}: backward was called on other losses than in the reference; gradients agree")
     return _compare_update(sides, step, wholes, rounding, entries, answer)
 
@@ -344,12 +338,12 @@ def _compare_step(
 def _build_gradient_row(entries: ComparedParts, step: int) -> ComparedRow:
     worst = entries.worst
     squares = sum(float(np.square(parts[0].whole).sum()) for parts in entries.compared.values())
-    return ComparedRow(
-        name=f"step {step + 1}: gradients",
+    return build_row(
+        f"step {step + 1}: gradients",
+        worst.error if worst else 0.0,
+        worst.tolerance if worst else 0.0,
         reference=float(np.sqrt(squares)),
-        proved=float(compute_norm(entries)),
-        difference=float(worst.error) if worst else 0.0,
-        tolerance=float(worst.tolerance) if worst else 0.0,
+        proved=compute_norm(entries),
         tensors=len(entries.compared),
     )
 
@@ -427,44 +421,6 @@ def _describe_weights(
             confidence="medium",
         )
     ]
-
-
-def _compare_losses(sides: _Sides, step: int) -> ComparedRow | None:
-    """Lay losses beside each other: means over ranks of the mean, or the sum, over micro-batches."""
-    mine = _read_losses(sides.run, step)
-    theirs = _read_losses(sides.reference, step)
-    if not mine or not theirs:
-        return None
-    pairs = []
-    for combine in (np.mean, np.sum):
-        one = float(np.mean([combine(losses) for losses in mine]))
-        other = float(np.mean([combine(losses) for losses in theirs]))
-        error = abs(one - other) / abs(other) if other else abs(one)
-        pairs.append((error, one, other))
-    error, one, other = min(pairs)
-    tolerance = max(sides.precision.unmeasured, LEAST_LOSS_TOLERANCE)
-    if sides.perturbed is not None and sides.perturbed.steps > step:
-        perturbed = _read_losses(sides.perturbed, step)
-        if perturbed and other:
-            moved = min(
-                abs(float(np.mean([combine(losses) for losses in perturbed])) - other) for combine in (np.mean, np.sum)
-            )
-            tolerance = max(tolerance, SAFETY * moved / abs(other))
-    if step:
-        tolerance = min(tolerance * LATER_STEPS, MOST_LATER)
-    return ComparedRow(
-        name=f"step {step + 1}: loss", reference=other, proved=one, difference=float(error), tolerance=float(tolerance)
-    )
-
-
-def _read_losses(run: ProvedRun, step: int) -> list[list[float]]:
-    """Losses of a step's micro-batches, of each rank that has any."""
-    found = []
-    for own in run.list_steps(step).values():
-        losses = [batch.loss for batch in own.micro_batches if batch.loss is not None]
-        if losses:
-            found.append(losses)
-    return found
 
 
 def _compare_update(

@@ -33,11 +33,18 @@ class LayoutFacts:
         """Sizes that may be mistaken for each other, by what they are; each size once, without 1."""
         sizes = {
             "data-parallel ranks": self.data_ranks,
-            "ranks that split the layers": self.peers,
+            "ranks with the same samples": self.peers,
             "ranks": self.ranks,
             "micro-batches of a step": self.micro_batches,
         }
         return {name: size for name, size in sizes.items() if size > 1}
+
+    def describe(self, size: float, tolerance: float) -> str:
+        """Write what of the layout has a size: "2 data-parallel ranks and 2 micro-batches of a step"."""
+        found = self.explain(size, tolerance)
+        # the data-parallel ranks, or those with the same samples, may be all of them
+        named = [name for name in found if name != "ranks" or len(found) == 1 or "ranks" not in found[0]]
+        return " and ".join(f"{round(size)} {name}" for name in named)
 
     def explain(self, size: float, tolerance: float) -> list[str]:
         """What of the layout has a size."""

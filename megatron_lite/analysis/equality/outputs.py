@@ -82,7 +82,7 @@ class OutputMatcher:
         if micro_batch >= len(batches):
             return ()
         batch = batches[micro_batch]
-        return batch.indices if self.roles.is_context else batch.rows
+        return batch.indices if self.roles.is_context and not self.run.has_slices else batch.rows
 
     def find_counterpart(self, rank: int) -> int | None:
         """The rank of the first stage that handles the same samples."""

@@ -44,6 +44,8 @@ class Places:
     found: dict[tuple[int, str], Place] = field(default_factory=dict)
     # (rank, name) that are nowhere in the reference
     unknown: list[tuple[int, str]] = field(default_factory=list)
+    # number of each of the reference's parameters in the order of its model
+    order: dict[str, int] = field(default_factory=dict)
 
     def group(self) -> dict[str, list[tuple[int, str, Place]]]:
         """List the ranks' parameters under the name of the reference."""
@@ -83,7 +85,7 @@ def place_parameters(run: ProvedRun, start: Mapping[str, Array], aliases: Mappin
         start: The reference's whole weights at the start, by name.
         aliases: Other names of the reference's parameters, to the name in `start`.
     """
-    places = Places()
+    places = Places(order={name: number for number, name in enumerate(start)})
     for number, rank in sorted(run.ranks.items()):
         _place_rank(number, rank, _Reference(start, aliases, run.world), places)
     _order_guesses(run, places)

@@ -41,6 +41,8 @@ class ProvedRun:
     world: int
     # sentences on the ranks that are left out
     missing: tuple[str, ...] = ()
+    # whether ranks take slices of samples, whose rows are named by the whole samples
+    has_slices: bool = False
 
     @property
     def steps(self) -> int:

@@ -5,8 +5,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from megatron_lite.analysis.equality.fed_tensors import Source, find_misfit
 from megatron_lite.analysis.equality.placing import Places, place_parameters
 from megatron_lite.analysis.equality.proved_run import Array, ProvedRun, list_indices, list_rows
+from megatron_lite.analysis.equality.sliced_samples import name_sliced_samples
 from megatron_lite.analysis.equality.wholes import assemble, assemble_all
 from megatron_lite.formats.prove_record import TensorPart
 
@@ -59,6 +61,8 @@ def find_roles(run: ProvedRun, places: Places, reference: ProvedRun | None = Non
     has_whole_dataset = all(_list_all_indices(run, rank) for rank in first)
     if reference is not None:
         has_whole_dataset &= _count_samples(run) == _count_samples(reference)
+    if run.has_slices:
+        return Roles(stages, by_rows, _is_cut(run, places), is_context=True)
     is_context = has_whole_dataset and len(by_index) < len(by_rows)
     return Roles(stages, by_index if is_context else by_rows, _is_cut(run, places), is_context)
 
@@ -93,13 +97,23 @@ def _find_stages(places: Places, run: ProvedRun) -> list[list[int]]:
     stages: list[list[int]] = []
     for rank in sorted(names):
         for stage in stages:
-            both = names[rank] & names[stage[0]]
-            if len(both) >= MIN_COMMON * min(len(names[rank]), len(names[stage[0]])):
+            if _are_one_stage(names[rank], names[stage[0]], places.order):
                 stage.append(rank)
                 break
         else:
             stages.append([rank])
     return stages
+
+
+def _are_one_stage(one: set[str], other: set[str], order: Mapping[str, int]) -> bool:
+    """Whether two ranks compute the same layers: most of their parameters are the same, or all that they share lies
+    around what only one of them has, as around the experts of each."""
+    both = one & other
+    if len(both) >= MIN_COMMON * min(len(one), len(other)):
+        return True
+    numbers = {order.get(name, 0) for name in both}
+    own = {order.get(name, 0) for name in one ^ other}
+    return bool(numbers) and min(numbers) < min(own) and max(own) < max(numbers)
 
 
 def _is_cut(run: ProvedRun, places: Places) -> bool:
@@ -128,15 +142,6 @@ def _find_cut_dims(whole: Sequence[int], shape: Sequence[int]) -> set[int]:
 
 
 @dataclass(frozen=True)
-class Source:
-    """Where a micro-batch of a run comes from in another one."""
-
-    rank: int
-    # of all forwards of that rank's model, from 0
-    micro_batch: int
-
-
-@dataclass(frozen=True)
 class FeedDecision:
     """What a reference is to take from the run that it is laid beside, so that both train on the same."""
 
@@ -162,6 +167,7 @@ def decide_feed(run: ProvedRun, reference: ProvedRun) -> FeedDecision:
     """
     if not run.ranks or not reference.ranks:
         return FeedDecision(False, reason="one of both recorded nothing")
+    run = name_sliced_samples(run, reference)
     start, aliases = read_start(reference)
     places = place_parameters(run, start, aliases)
     weights, reason = _decide_weights(run, start, places)
@@ -179,7 +185,11 @@ def decide_feed(run: ProvedRun, reference: ProvedRun) -> FeedDecision:
     indices = _feed_indices(run, reference, chunks)
     if indices:
         return FeedDecision(False, weights, indices=indices)
-    return FeedDecision(False, weights, tensors=chunks.list_sources())
+    sources = chunks.list_sources()
+    reason = find_misfit(run, reference, sources)
+    if reason:
+        return FeedDecision(False, weights, reason=reason)
+    return FeedDecision(False, weights, tensors=sources)
 
 
 def read_start(reference: ProvedRun) -> tuple[dict[str, Array], dict[str, str]]:

@@ -5,6 +5,7 @@ import pytest
 from support.proof_maker import Layout, Truth, make_run, split_evenly
 
 from megatron_lite.analysis.equality.compare import compare
+from megatron_lite.analysis.equality.fed_tensors import Source, write_fed_tensors
 from megatron_lite.analysis.equality.same_data import decide_feed
 from megatron_lite.formats.prove_record import LoaderRecord, SeenMicroBatch
 from megatron_lite.formats.prove_report import ErrorKind
@@ -209,3 +210,17 @@ def test_weights_are_put_together_and_fed_where_they_differ(layout):
 def test_weights_of_a_pipeline_with_the_same_names_cannot_be_fed():
     decision = decide_feed(make_run(TRUTH, Layout(pipeline=True)), make_run(Truth(seed=5)))
     assert decision.reason and not decision.weights
+
+
+def test_inputs_with_a_row_of_each_sample_are_laid_together_although_they_are_alike(tmp_path):
+    """Positions are the same on all ranks, a row of each sample; a mask of positions is one of all samples."""
+    run, _ = make_unfed(Layout(data=2), has_loaders=False)
+    for number, rank in run.ranks.items():
+        rank.tensors["inputs/0/0"] = np.full((2, 5), number)
+        rank.tensors["inputs/0/1"] = np.arange(5) * np.ones((2, 1))
+        rank.tensors["inputs/0/2"] = np.ones((5, 5))
+        rank.tensors["targets/0/0"] = np.zeros(10)
+    write_fed_tensors(run, [[Source(0, 0), Source(1, 0)]], tmp_path / "feed.npz")
+    fed = np.load(tmp_path / "feed.npz")
+    shapes = {key: fed[key].shape for key in fed}
+    assert shapes == {"inputs/0/0": (4, 5), "inputs/0/1": (4, 5), "inputs/0/2": (5, 5), "targets/0/0": (20,)}

@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
-from support.proof_maker import Layout, Part, Truth, make_run, scale
+from support.proof_maker import MODULES, Layout, Part, Truth, make_run, scale
 
 from megatron_lite.analysis.equality.compare import compare
-from megatron_lite.formats.prove_report import ErrorKind
+from megatron_lite.formats.prove_report import ErrorKind, ProofReport
 
 TRUTH = Truth()
 LAYOUTS = {
@@ -44,7 +45,7 @@ def test_a_right_run_is_silent(name, is_measured, dtype):
     assert report.differences == ()
     assert (report.coverage, report.not_compared) == ("whole", ())
     assert {row.name for row in report.rows} >= {"step 1: gradients", "step 2: gradients", "step 1: loss"}
-    assert all(row.difference <= row.tolerance for row in report.rows)
+    assert all(row.difference is not None and row.difference <= row.tolerance for row in report.rows)
 
 
 def scale_gradients(factor, names=None, ranks=None):
@@ -76,7 +77,8 @@ def test_a_factor_of_the_ranks_is_told_from_one_of_micro_batches():
     either = prove(Layout(data=2, micro_batches=2), scale_gradients(2.0)).differences[0]
     assert "ranks" in ranks.evidence and ranks.confidence == "high"
     assert "micro-batches" in micro_batches.evidence and micro_batches.confidence == "high"
-    assert either.confidence == "medium"
+    assert "data-parallel ranks" in either.evidence and "micro-batches" in either.evidence
+    assert (either.confidence, either.where) == ("high", "4.weight")
 
 
 @pytest.mark.parametrize("name", ["data", "tensor", "tensor and data"])
@@ -402,3 +404,40 @@ def test_a_layer_that_leaves_the_sum_to_who_calls_it_is_right():
                     output.part = Part(share if draft.rank else output.part.array - share)
 
     assert prove(LAYOUTS["tensor"], plant).differences == ()
+
+
+def test_numbers_that_are_not_finite_are_unknown_in_a_row():
+    report = prove(LAYOUTS["data"], scale_gradients(float("inf")))
+    row = next(row for row in report.rows if row.name == "step 1: gradients")
+    assert row.difference is None and row.proved is None
+    assert msgspec.json.decode(msgspec.json.encode(report), type=ProofReport) == report
+    assert report.differences
+
+
+def test_outputs_that_differ_are_no_row_where_gradients_agree():
+    """A module whose outputs are in another order than was thought is named in a note."""
+
+    def plant(drafts):
+        for draft in drafts:
+            for output in draft.outputs:
+                if output.module == "2":
+                    output.part = Part(output.part.array + 1.0)
+
+    report = prove(LAYOUTS["data"], plant)
+    row = next(row for row in report.rows if row.name == "step 1: outputs of modules")
+    assert report.differences == () and row.tensors == len(MODULES) - 1
+    assert row.difference <= row.tolerance
+    assert any("2" in note for note in report.notes)
+
+
+def test_a_module_without_a_name_is_the_model():
+    def plant(drafts):
+        for draft in drafts:
+            for output in draft.outputs:
+                if output.module == "4":
+                    output.module = ""
+                    output.part = Part(output.part.array + (draft.rank if len(drafts) > 1 else 0.0))
+        scale_gradients(3.3)(drafts[1:])
+
+    report = compare(make_run(TRUTH, LAYOUTS["data"], plant), make_run(TRUTH, None, plant))
+    assert report.differences[0].where == "the model"

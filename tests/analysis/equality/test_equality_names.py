@@ -6,7 +6,7 @@ from support.proof_maker import Layout, Part, Truth, make_run
 
 from megatron_lite.analysis.equality.compare import compare
 from megatron_lite.analysis.equality.placing import place_parameters
-from megatron_lite.analysis.equality.same_data import read_start
+from megatron_lite.analysis.equality.same_data import find_roles, read_start
 from megatron_lite.formats.prove_report import ErrorKind
 
 TRUTH = Truth()
@@ -100,3 +100,42 @@ def test_a_rank_without_a_record_is_named(rank):
     run = type(run)(run.ranks, 2, (f"rank {rank}: it left no record",))
     report = compare(run, make_run(TRUTH))
     assert report.coverage != "whole" and any(line.startswith(f"rank {rank}") for line in report.not_compared)
+
+
+def hold_experts(first):
+    """Each rank has four of eight parameters of its own between those of all ranks."""
+    middle = list(TRUTH.weights)[1:-1]
+
+    def plant(drafts):
+        for number, draft in enumerate(drafts):
+            own = middle[:4] if number == first else middle[4:]
+            lacking = [name for name in middle if name not in own] if len(drafts) > 1 else []
+            for name in lacking:
+                del draft.weights[name]
+                for step in draft.steps:
+                    for parts in (step.gradients, step.local, step.after):
+                        parts.pop(name, None)
+
+    return plant
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_ranks_with_experts_of_their_own_are_no_pipeline(first):
+    run = make_run(TRUTH, Layout(data=2), hold_experts(first), has_clipping=False)
+    reference = make_run(TRUTH, has_clipping=False)
+    start, aliases = read_start(reference)
+    roles = find_roles(run, place_parameters(run, start, aliases), reference)
+    assert (roles.data_ranks, roles.stages) == ([0, 1], [[0, 1]])
+    report = compare(run, reference)
+    assert (report.differences, report.coverage) == ((), "whole")
+
+
+def test_a_stage_with_the_weights_of_an_earlier_layer_has_wrong_ones():
+    def plant(drafts):
+        for draft in drafts:
+            later = draft.weights["2.bias"]
+            draft.weights["2.bias"] = draft.weights["0.bias"]
+            draft.weights["0.bias"] = later
+
+    report = compare(make_run(TRUTH, Layout(data=2), plant), make_run(TRUTH))
+    assert [(one.kind, one.where) for one in report.differences] == [(ErrorKind.WRONG_SHARD, "2.bias")]
