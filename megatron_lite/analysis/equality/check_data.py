@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from megatron_lite.analysis.equality.check_gradients import describe_ranks
 from megatron_lite.analysis.equality.proved_run import ProvedRun, list_indices, list_rows
-from megatron_lite.analysis.equality.same_data import Roles
+from megatron_lite.analysis.equality.same_data import SHARDED_ROWS, Roles
 from megatron_lite.formats.prove_record import LoaderRecord
 from megatron_lite.formats.prove_report import Difference, ErrorKind
 from megatron_lite.units import counted
@@ -23,10 +23,29 @@ def check_data(run: ProvedRun, roles: Roles, probe: ProvedRun | None) -> list[Di
         roles: What its ranks do alike.
         probe: The records of the reference by itself, with nothing fed, if it ran.
     """
-    found = [*_check_same_batches(run, roles), *_check_batch(run, roles, probe)]
+    found = [*_check_split_layers(run, roles), *_check_same_batches(run, roles)]
+    if not found:
+        found += _check_batch(run, roles, probe)
     if not found:
         found += _check_epochs(run, roles, probe)
     return found
+
+
+def _check_split_layers(run: ProvedRun, roles: Roles) -> Iterator[Difference]:
+    """Find ranks that take samples of their own although each of them computes a part of the layers."""
+    shards_rows = any(word in engine for engine in run.engines for word in SHARDED_ROWS)
+    if not roles.is_cut or not run.steps or (shards_rows and not roles.is_cut_twice):
+        return
+    ranks = [rank for peers in roles.peers for rank in peers]
+    takes_own = all(len(peers) == 1 and list_rows(run.ranks[peers[0]], 0) for peers in roles.peers)
+    if len(ranks) > 1 and takes_own:
+        yield Difference(
+            kind=ErrorKind.RANDOM_MUST_AGREE,
+            where="DataLoader" if list_indices(run.ranks[ranks[0]], 0) else "",
+            step=1,
+            evidence=f"{describe_ranks(ranks)} split layers, and each of them takes other samples",
+            remedy="give ranks that split layers the same samples: one seed, or one number for their sampler",
+        )
 
 
 def _check_same_batches(run: ProvedRun, roles: Roles) -> Iterator[Difference]:

@@ -135,11 +135,13 @@ def _check_elsewhere(case: _Case) -> list[Difference]:
 
 def _check_unreduced(case: _Case) -> list[Difference]:
     names = case.select(Pattern.UNREDUCED)
-    tied = [name for name in names if len(case.shown[name].own_names) > 1]
+    tied = [name for name in names if _is_tied(case, name)]
     rest = [name for name in names if name not in tied]
     found = []
     if tied:
         own = " and ".join(case.shown[tied[0]].own_names)
+        if len(case.shown[tied[0]].own_names) == 1:
+            own = f"copies of {own} on several stages"
         found.append(
             case.make(
                 ErrorKind.TIED_NOT_SUMMED,
@@ -152,6 +154,12 @@ def _check_unreduced(case: _Case) -> list[Difference]:
     if rest:
         found.append(_describe_unreduced(case, rest))
     return found
+
+
+def _is_tied(case: _Case, name: str) -> bool:
+    """Whether ranks have a weight under several names, or on several stages of which all else is right."""
+    shown = case.shown[name]
+    return len(shown.own_names) > 1 or (bool(case.equal) and case.facts.spans_stages(shown.ratios))
 
 
 def _describe_unreduced(case: _Case, names: list[str]) -> Difference:
@@ -231,8 +239,9 @@ def _find_factors_of_ranks(case: _Case) -> dict[int, float]:
     are_steady = all(
         is_same_ratio(value, factors[rank], tolerance) for rank, values in ratios.items() for value in values
     )
-    first = next(iter(factors.values()), 1.0)
-    are_one = all(is_same_ratio(value, first, EXACT) for value in factors.values())
+    largest = max(map(abs, factors.values()), default=0.0)
+    apart = max(factors.values(), default=0.0) - min(factors.values(), default=0.0)
+    are_one = apart <= 4 * tolerance * largest
     is_layout = any(
         case.facts.explain(value, EXACT) or (value and case.facts.explain(1 / value, EXACT))
         for value in factors.values()
@@ -298,6 +307,11 @@ def _describe_partial_factor(case: _Case, names: list[str]) -> Difference:
             "look at what sets these gradients to zero or keeps the parameters out of the graph",
         )
     times = [name for name in case.facts.explain(ratio, tolerance) if "micro" not in name]
+    if times and all(len(case.shown[name].ratios) == 1 for name in names):
+        evidence += f"; there are {case.facts.describe(ratio, tolerance)}, of which one has each of them"
+        return case.make(
+            ErrorKind.FACTOR, names, evidence, "divide these gradients by the ranks that their sums are of"
+        )
     if times:
         return case.make(
             ErrorKind.REDUCED_TWICE,

@@ -49,15 +49,16 @@ def _check_names(places: Places, start: Mapping[str, Array]) -> Iterator[Differe
 
     A stage that counts its layers from zero has weights of later ones. Nothing but a mistake makes them earlier ones.
     """
-    wrong = [
-        (rank, own_name, place.name)
+    moved = [
+        (places.order[own_name], places.order[place.name], own_name, place.name, rank)
         for (rank, own_name), place in places.found.items()
-        if own_name in start and place.is_same and places.order[place.name] < places.order[own_name]
+        if own_name in start and place.is_same and place.name != own_name
     ]
-    if not wrong:
+    if not any(other < own for own, other, *_ in moved):
         return
-    rank, own_name, name = wrong[0]
-    names = list(dict.fromkeys(own for _, own, _ in wrong))
+    moved.sort()
+    *_, own_name, name, rank = moved[0]
+    names = list(dict.fromkeys(own for _, _, own, _, _ in moved))
     yield Difference(
         kind=ErrorKind.WRONG_SHARD,
         where=names[0],

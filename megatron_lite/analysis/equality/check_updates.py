@@ -10,6 +10,7 @@ from megatron_lite.analysis.equality.check_gradients import MAX_OTHERS_SHOWING, 
 from megatron_lite.analysis.equality.compared_parts import ComparedPart, ComparedParts, group_replicas
 from megatron_lite.analysis.equality.gradient_patterns import is_same_ratio
 from megatron_lite.analysis.equality.measure import SAFETY, Precision, Rounding
+from megatron_lite.analysis.equality.placing import is_same_start
 from megatron_lite.analysis.equality.proved_run import Array, ProvedRun
 from megatron_lite.analysis.equality.rows import build_row
 from megatron_lite.formats.prove_report import ComparedRow, Difference, ErrorKind
@@ -24,6 +25,7 @@ ROUNDING_OF_UPDATE = 4.0
 LEAST_UPDATE_TOLERANCE = 1e-3
 # above which nothing can be said of an update
 MOST_UPDATE_TOLERANCE = 0.2
+OWN_NORM = 1e-2  # relative: a norm this near to that of the rank's own gradients is theirs
 NORM_REMEDY = "add up the squares of all ranks' parts, each once, between ranks before the root"
 
 
@@ -148,6 +150,49 @@ class NormCheck:
                 confidence="high" if differ else "medium",
             )
         ]
+
+
+def find_early_clipping(
+    run: ProvedRun, entries: ComparedParts, found: Sequence[Difference], step: int
+) -> Difference | None:
+    """Find out that ranks clip their own gradients before these are brought together.
+
+    Then the gradients that differ between ranks are those before the sum. After the update all ranks have the same
+    weights.
+
+    Args:
+        run: The records of what is proved.
+        entries: Its gradients beside the reference's.
+        found: What these seem to show.
+        step: Number of the step, from 0.
+    """
+    steps = run.list_steps(step)
+    clippings = {rank: own.clipping for rank, own in steps.items() if own.clipping is not None}
+    are_unreduced = bool(found) and all(one.kind is ErrorKind.MISSING_REDUCTION for one in found)
+    if len(clippings) < max(len(steps), 2) or not are_unreduced or len(entries.differing) < len(entries.compared):
+        return None
+    updated = [{part.name: run.ranks[rank].read(part) for part in own.weights} for rank, own in steps.items()]
+    if not updated[0] or not all(_are_same(updated[0], other) for other in updated[1:]):
+        return None
+    own_norms = compute_rank_norms(entries)
+    are_own = all(np.isclose(one.norm, own_norms.get(rank, 0.0), rtol=OWN_NORM) for rank, one in clippings.items())
+    shortening = {rank: one.norm for rank, one in clippings.items() if 0 < one.max_norm < one.norm}
+    if not are_own or not shortening:
+        return None
+    figures = ", ".join(f"rank {rank} {significant(norm, 6)}" for rank, norm in sorted(shortening.items())[:4])
+    return Difference(
+        kind=ErrorKind.LOCAL_NORM,
+        where="",
+        step=step + 1,
+        evidence=f"ranks clip their own gradients before these are brought together, each by its own norm: {figures}",
+        remedy="bring the gradients together between ranks first, then clip",
+    )
+
+
+def _are_same(one: Mapping[str, Array | None], other: Mapping[str, Array | None]) -> bool:
+    """Whether two ranks have the same weights."""
+    pairs = [(array, other.get(name)) for name, array in one.items()]
+    return all(array is not None and mine is not None and is_same_start(mine, array) for array, mine in pairs)
 
 
 @dataclass(frozen=True)

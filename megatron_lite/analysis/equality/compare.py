@@ -10,7 +10,8 @@ from megatron_lite.analysis.equality.check_data import check_data
 from megatron_lite.analysis.equality.check_gradients import check_gradients, write_ratio
 from megatron_lite.analysis.equality.check_outputs import STATISTICS_REMEDY, check_outputs, describe_name
 from megatron_lite.analysis.equality.check_random import check_dropout, check_start
-from megatron_lite.analysis.equality.check_updates import NormCheck, Updates, compute_norm
+from megatron_lite.analysis.equality.check_shards import name_wrong_order
+from megatron_lite.analysis.equality.check_updates import NormCheck, Updates, compute_norm, find_early_clipping
 from megatron_lite.analysis.equality.compared_parts import ComparedPart, ComparedParts, collect_entries
 from megatron_lite.analysis.equality.facts import LayoutFacts
 from megatron_lite.analysis.equality.gradient_patterns import list_distinct
@@ -273,7 +274,9 @@ def _compare_numbers(sides: _Sides, answer: _Answer) -> None:
         answer.leave_out(f"losses, outputs and updates, as {reason}; gradients were compared with {OWN_SUM}")
         _compare_own_sums(sides.run, sides.places, sides.roles, sides.order, answer)
         return
-    outputs = compare_outputs(sides.run, sides.places, sides.roles, sides.reference, sides.perturbed, sides.precision)
+    outputs = compare_outputs(
+        sides.run, sides.places, sides.roles, sides.reference, sides.perturbed, sides.precision, sides.start
+    )
     compared: set[str] = set()
     for step in range(sides.steps):
         if step and not has_same_rows(sides.run, sides.roles, sides.reference, own, step + 1):
@@ -325,7 +328,7 @@ def _compare_step(
         answer.rows.append(row)
     if entries.compared:
         answer.rows.append(_build_gradient_row(entries, step))
-    forward = check_outputs(outputs)
+    forward = [name_wrong_order(one, sides.places) for one in check_outputs(outputs)]
     if differs:
         return forward + _explain_gradients(sides, step, entries, forward, rounding, answer)
     if not entries.compared:
@@ -358,6 +361,9 @@ def _explain_gradients(
         found = check_gradients(own, sides.order, sides.facts, step + 1) if own.differing else []
         return [one for one in found if one.kind is not ErrorKind.UNKNOWN]
     found = check_gradients(entries, sides.order, sides.facts, step + 1)
+    early = find_early_clipping(sides.run, entries, found, step)
+    if early is not None:
+        return [early]
     if all(one.kind is not ErrorKind.UNKNOWN for one in found):
         return found
     return _explain_rest(sides, step, entries, rounding, answer, found)

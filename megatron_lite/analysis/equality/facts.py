@@ -1,5 +1,6 @@
 """What both runs are, as far as figures can be explained by it."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_lite.analysis.equality.proved_run import ProvedRun
@@ -17,6 +18,8 @@ class LayoutFacts:
     # micro-batches a step, of a rank and of the reference
     micro_batches: int
     reference_micro_batches: int
+    # ranks of each pipeline stage
+    stages: tuple[tuple[int, ...], ...] = ()
 
     @staticmethod
     def read(run: ProvedRun, roles: Roles, reference: ProvedRun | None) -> "LayoutFacts":
@@ -27,7 +30,13 @@ class LayoutFacts:
             peers=max(map(len, roles.peers), default=1),
             micro_batches=_count_micro_batches(run),
             reference_micro_batches=1 if reference is None else _count_micro_batches(reference),
+            stages=tuple(map(tuple, roles.stages)),
         )
+
+    def spans_stages(self, ranks: Iterable[int]) -> bool:
+        """Whether ranks are of several pipeline stages."""
+        wanted = set(ranks)
+        return sum(not wanted.isdisjoint(stage) for stage in self.stages) > 1
 
     def list_sizes(self) -> dict[str, int]:
         """Sizes that may be mistaken for each other, by what they are; each size once, without 1."""

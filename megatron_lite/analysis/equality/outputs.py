@@ -15,6 +15,7 @@ from megatron_lite.analysis.equality.same_data import Roles
 from megatron_lite.formats.prove_record import ModuleOutput, TensorPart
 
 MAX_PERMUTED = 4  # ranks whose order is tried
+BIAS = "bias"  # last word of its name
 
 
 class Likeness(enum.Enum):
@@ -50,6 +51,16 @@ class ComparedOutput:
     likeness: Likeness
     # None where it could not be laid beside the reference's
     measured: Measured | None
+    # how many times it has what the module computes, and how many times its bias; None where it is made otherwise
+    made_of: "MadeOf | None" = None
+
+
+@dataclass(frozen=True)
+class MadeOf:
+    """An output as a sum of multiples: of the reference's without the bias of the module, and of that bias."""
+
+    product: float
+    bias: float
 
 
 @dataclass(frozen=True)
@@ -75,6 +86,8 @@ class OutputMatcher:
     roles: Roles
     reference: ProvedRun
     rounding: Rounding
+    # of modules, by name
+    biases: Mapping[str, Array]
 
     def list_rows(self, run: ProvedRun, rank: int, micro_batch: int) -> tuple[object, ...]:
         """What tells the samples of a micro-batch in the first step."""
@@ -100,6 +113,7 @@ def compare_outputs(
     reference: ProvedRun,
     perturbed: ProvedRun | None,
     precision: Precision,
+    start: Mapping[str, Array],
 ) -> list[ComparedOutput]:
     """Compare the outputs of the first step, in the order of the reference's calls.
 
@@ -110,6 +124,7 @@ def compare_outputs(
         reference: The records of the reference, one rank of which is looked at.
         perturbed: The records of the reference with weights that differ by rounding.
         precision: The coarsest dtype of both.
+        start: The weights with which both began, by name.
     """
     theirs = _index_outputs(reference, min(reference.ranks), {})
     wholes = {str(key): _join(values) for key, values in theirs.items()}
@@ -119,13 +134,31 @@ def compare_outputs(
         other = {str(key): _join(values) for key, values in found.items()}
     # an output is judged by its own size, whatever that of others is
     rounding = replace(measure_rounding(precision, wholes, other), usual=0.0)
-    matcher = OutputMatcher(run, roles, reference, rounding)
+    matcher = OutputMatcher(run, roles, reference, rounding, _list_biases(start))
     aliases = reference.ranks[min(reference.ranks)].record.aliases
     mine: dict[OutputKey, dict[int, list[_Returned]]] = defaultdict(dict)
     for rank in run.ranks:
+        held = {place.name for (owner, _), place in places.found.items() if owner == rank}
+        absent = [name for name in start if name not in held] if len(roles.stages) > 1 else []
         for key, values in _index_outputs(run, rank, _learn_modules(places, rank, aliases)).items():
-            mine[key][rank] = values
+            if not _is_within(absent, key.module):
+                mine[key][rank] = values
     return [_compare_key(key, mine[key], values, matcher) for key, values in theirs.items() if key in mine]
+
+
+def _list_biases(start: Mapping[str, Array]) -> dict[str, Array]:
+    """List the biases by their modules."""
+    biases = {}
+    for name, array in start.items():
+        module, _, last = name.rpartition(".")
+        if last == BIAS and array.any():
+            biases[module] = array
+    return biases
+
+
+def _is_within(names: Sequence[str], module: str) -> bool:
+    """Whether a parameter is one of a module, which a stage without it has only in part."""
+    return any(not module or name.startswith(f"{module}.") for name in names)
 
 
 def _learn_modules(places: Places, rank: int, aliases: Mapping[str, str]) -> dict[str, str]:
@@ -166,16 +199,19 @@ def _compare_key(
 ) -> ComparedOutput:
     """Compare one tensor over all ranks and micro-batches; the worst of them counts."""
     results = [
-        _compare_peers(str(key), [mine[rank][number] for rank in peers], peers, theirs, matcher)
+        _compare_peers(key, [mine[rank][number] for rank in peers], peers, theirs, matcher)
         for peers, number in _list_peers(mine, matcher)
     ]
     outputs = [value.output for values in mine.values() for value in values]
-    worst = max(results, key=lambda result: _rank_likeness(*result), default=(Likeness.UNMATCHED, None))
+    unmatched = _Result(Likeness.UNMATCHED)
+    worst = max(results, key=lambda result: _rank_likeness(result.likeness, result.measured), default=unmatched)
     return ComparedOutput(
         key,
         outputs[0].class_name,
         any(output.has_local_statistics for output in outputs),
-        *worst,
+        worst.likeness,
+        worst.measured,
+        worst.made_of,
     )
 
 
@@ -196,21 +232,47 @@ def _list_peers(mine: dict[int, list[_Returned]], matcher: OutputMatcher) -> Ite
             yield peers, number
 
 
+@dataclass(frozen=True)
+class _Result:
+    """What an output of ranks with the same samples is of the reference's."""
+
+    likeness: Likeness
+    measured: Measured | None = None
+    made_of: MadeOf | None = None
+
+
 def _compare_peers(
-    name: str, values: list[_Returned], peers: list[int], theirs: list[_Returned], matcher: OutputMatcher
-) -> tuple[Likeness, Measured | None]:
+    key: OutputKey, values: list[_Returned], peers: list[int], theirs: list[_Returned], matcher: OutputMatcher
+) -> _Result:
     """Compare what ranks with the same samples returned."""
     micro_batch = values[0].output.micro_batch
     counterpart = matcher.find_counterpart(peers[0])
     rows = () if counterpart is None else matcher.list_rows(matcher.run, counterpart, micro_batch)
-    best: tuple[Likeness, Measured | None] = (Likeness.UNMATCHED, None)
+    best = _Result(Likeness.UNMATCHED)
     for expected in _list_expected(rows, values[0].array.shape, theirs, matcher):
-        result = _lay_beside(name, values, expected, matcher.rounding)
-        if result[0] is Likeness.EQUAL:
-            return result
-        if result[0] is not Likeness.UNMATCHED and best[1] is None:
-            best = result
+        likeness, measured = _lay_beside(str(key), values, expected, matcher.rounding)
+        if likeness is Likeness.EQUAL:
+            return _Result(likeness, measured)
+        if likeness is not Likeness.UNMATCHED and best.measured is None:
+            bias = matcher.biases.get(key.module)
+            made_of = None if bias is None else _find_multiples(values[0].array, expected, bias, measured)
+            best = _Result(likeness, measured, made_of)
     return best
+
+
+def _find_multiples(array: Array, expected: Array, bias: Array, measured: Measured | None) -> MadeOf | None:
+    """Find how often an output has the product of a module, and how often its bias; None where it is made otherwise."""
+    if measured is None or array.shape != expected.shape or expected.shape[-1:] != bias.shape:
+        return None
+    added = np.broadcast_to(bias, expected.shape).ravel()
+    terms = np.stack([expected.ravel() - added, added], axis=1)
+    if not np.isfinite(terms).all() or not np.isfinite(array).all():
+        return None
+    solution, _, rank, _ = np.linalg.lstsq(terms, array.ravel(), rcond=None)
+    rest = np.linalg.norm(terms @ solution - array.ravel())
+    if rank < terms.shape[1] or rest > measured.tolerance * np.linalg.norm(array):
+        return None
+    return MadeOf(float(solution[0]), float(solution[1]))
 
 
 def _list_expected(

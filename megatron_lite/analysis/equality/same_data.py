@@ -29,6 +29,8 @@ class Roles:
     is_cut: bool
     # whether ranks take parts of the same samples each, such as pieces of sequences
     is_context: bool = False
+    # whether weights are cut in two dimensions, by ranks that split layers and by ranks that shard weights
+    is_cut_twice: bool = False
 
     @property
     def data_ranks(self) -> list[int]:
@@ -61,10 +63,14 @@ def find_roles(run: ProvedRun, places: Places, reference: ProvedRun | None = Non
     has_whole_dataset = all(_list_all_indices(run, rank) for rank in first)
     if reference is not None:
         has_whole_dataset &= _count_samples(run) == _count_samples(reference)
-    if run.has_slices:
-        return Roles(stages, by_rows, _is_cut(run, places), is_context=True)
     is_context = has_whole_dataset and len(by_index) < len(by_rows)
-    return Roles(stages, by_index if is_context else by_rows, _is_cut(run, places), is_context)
+    return Roles(
+        stages=stages,
+        peers=by_index if is_context and not run.has_slices else by_rows,
+        is_cut=_is_cut(run, places),
+        is_context=is_context or run.has_slices,
+        is_cut_twice=any(len(_find_cut_dims(place.whole, place.shape)) > 1 for place in places.found.values()),
+    )
 
 
 def _list_all_rows(run: ProvedRun, rank: int) -> tuple[str, ...]:

@@ -441,3 +441,90 @@ def test_a_module_without_a_name_is_the_model():
 
     report = compare(make_run(TRUTH, LAYOUTS["data"], plant), make_run(TRUTH, None, plant))
     assert report.differences[0].where == "the model"
+
+
+def test_an_output_that_differs_before_one_that_agrees_was_another_one():
+    """Errors spread to what follows: the first of the modules that all differ is named, not one by itself."""
+    wrong = {"0": 5.0, "3": 1.0, "4": 1.0}
+
+    def plant(drafts):
+        drawn = np.random.default_rng(4)
+        for draft in drafts:
+            for output in draft.outputs:
+                added = drawn.normal(size=output.part.array.shape)
+                output.part = Part(output.part.array + wrong.get(output.module, 0.0) * added)
+        scale_gradients(3.3)(drafts[1:])
+
+    first = prove(LAYOUTS["data"], plant).differences[0]
+    assert (first.kind, first.where) == (ErrorKind.UNKNOWN, "3")
+
+
+@pytest.mark.parametrize(("product", "bias"), [(2.0, 1.0), (1.0, 2.0)])
+def test_a_layer_that_adds_up_its_output_or_its_bias_twice(product, bias):
+    added = TRUTH.weights["2.bias"]
+
+    def plant(drafts):
+        for draft in drafts:
+            for output in draft.outputs:
+                if output.module == "2":
+                    output.part = Part(product * (output.part.array - added) + bias * added)
+                if output.module in "34":
+                    output.part = Part(output.part.array**2)
+            for step in draft.steps:
+                step.gradients = {name: Part(part.array**2) for name, part in step.gradients.items()}
+
+    first = prove(LAYOUTS["tensor"], plant).differences[0]
+    assert (first.kind, first.where, first.confidence) == (ErrorKind.REDUCED_TWICE, "2", "high")
+
+
+def exchange(name):
+    """Ranks take each other's blocks of a weight, by which outputs from the module on differ."""
+
+    def plant(drafts):
+        first, second = (draft.weights[name] for draft in drafts)
+        drafts[0].weights[name] = second
+        drafts[1].weights[name] = first
+        drawn = np.random.default_rng(4)
+        for draft in drafts:
+            for output in draft.outputs:
+                if output.module in "234":
+                    output.part = Part(output.part.array + drawn.normal(size=output.part.array.shape))
+            for step in draft.steps:
+                for part in step.gradients.values():
+                    part.array = part.array + drawn.normal(size=part.array.shape)
+
+    return plant
+
+
+def test_blocks_of_one_layer_in_another_order_than_of_the_others():
+    first = prove(LAYOUTS["tensor by hand"], exchange("2.weight")).differences[0]
+    assert (first.kind, first.where) == (ErrorKind.WRONG_SHARD, "2")
+
+
+def test_ranks_that_split_layers_and_take_other_samples():
+    def plant(drafts):
+        for draft in drafts:
+            for step in draft.steps:
+                rows = tuple(f"rank {draft.rank} {row}" for row in step.batches[0].rows)
+                step.batches = [msgspec.structs.replace(step.batches[0], rows=rows, indices=())]
+
+    assert find_kind(prove(LAYOUTS["tensor by hand"], plant)) is ErrorKind.RANDOM_MUST_AGREE
+
+
+def test_factors_of_ranks_that_are_near_each_other_are_those_of_their_own_norms():
+    def plant(drafts):
+        for draft, factor in zip(drafts, (1.1384, 1.1397)):
+            scale_gradients(factor)([draft])
+
+    assert find_kind(prove(LAYOUTS["tensor"], plant)) is ErrorKind.LOCAL_NORM
+
+
+def test_ranks_that_clip_before_gradients_are_brought_together():
+    def plant(drafts):
+        for draft in drafts:
+            for step in draft.steps:
+                step.gradients = dict(step.local)
+                step.norm = float(np.sqrt(sum(np.square(part.array).sum() for part in step.local.values())))
+
+    report = prove(LAYOUTS["data"], plant)
+    assert find_kind(report) is ErrorKind.LOCAL_NORM and len(report.differences) == 1

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from support.proof_maker import Layout, Part, Truth, make_run
+from support.proof_maker import Layout, Output, Part, Truth, make_run, scale
 
 from megatron_lite.analysis.equality.compare import compare
 from megatron_lite.analysis.equality.placing import place_parameters
@@ -138,4 +138,52 @@ def test_a_stage_with_the_weights_of_an_earlier_layer_has_wrong_ones():
             draft.weights["0.bias"] = later
 
     report = compare(make_run(TRUTH, Layout(data=2), plant), make_run(TRUTH))
-    assert [(one.kind, one.where) for one in report.differences] == [(ErrorKind.WRONG_SHARD, "2.bias")]
+    assert [(one.kind, one.where) for one in report.differences] == [(ErrorKind.WRONG_SHARD, "0.bias")]
+
+
+def test_experts_whose_gradients_are_sums_are_not_reduced_twice():
+    hold = hold_experts(0)
+
+    def plant(drafts):
+        hold(drafts)
+        for draft in drafts:
+            for step in draft.steps:
+                for name in list(TRUTH.weights)[1:-1]:
+                    if name in step.gradients:
+                        step.gradients[name] = scale(step.gradients[name], 2.0)
+
+    run = make_run(TRUTH, Layout(data=2), plant, has_clipping=False)
+    report = compare(run, make_run(TRUTH, has_clipping=False))
+    assert [one.kind for one in report.differences] == [ErrorKind.FACTOR]
+
+
+def test_a_weight_that_two_stages_have_by_one_name():
+    """Stages may know the whole model's name of what they share, as Megatron-Core's do."""
+    share = np.random.default_rng(3).normal(size=(8, 8))
+
+    def plant(drafts):
+        untie(lambda whole: (share, whole - share))(drafts)
+        second = drafts[1]
+        for parts in (second.weights, *(each for step in second.steps for each in (step.gradients, step.after))):
+            parts["2.weight"] = parts.pop("head.weight")
+
+    report = compare(make_run(TRUTH, Layout(pipeline=True), plant), make_run(TRUTH))
+    assert [(one.kind, one.where) for one in report.differences] == [(ErrorKind.TIED_NOT_SUMMED, "2.weight")]
+
+
+def test_a_module_of_which_a_stage_has_a_part_returns_another_output():
+    """A decoder of two stages returns on the first one what is within the whole."""
+
+    def give_decoder(drafts):
+        drawn = np.random.default_rng(5)
+        for draft in drafts:
+            draft.outputs.append(Output("", "Decoder", 0, Part(drawn.normal(size=(12, 8)))))
+
+    untied = untie(lambda whole: (whole + 1.0, whole))
+
+    def plant(drafts):
+        give_decoder(drafts)
+        untied(drafts)
+
+    report = compare(make_run(TRUTH, Layout(pipeline=True), plant), make_run(TRUTH, None, give_decoder, seed=2))
+    assert "the model" not in [one.where for one in report.differences]
