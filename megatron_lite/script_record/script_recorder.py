@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,6 +39,7 @@ from megatron_lite.script_record.tensor_places import find_blocks
 from megatron_lite.script_record.without_dropout import WithoutDropout
 
 CLIP = "clip_grad_norm_"
+CLOSURE_ARGUMENT = "closure"  # the argument of an optimizer's step that computes loss and gradients
 SEED = 1  # of the random changes by which rounding is seen
 
 
@@ -48,6 +50,7 @@ class OpenStep:
     micro_batches: list[SeenMicroBatch] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     gradients: dict[str, list[TensorPart]] = field(default_factory=dict)
+    late_gradients: list[TensorPart] = field(default_factory=list)
     local_gradients: list[TensorPart] = field(default_factory=list)
     weights: list[TensorPart] = field(default_factory=list)
     clipping: Clipping | None = None
@@ -67,6 +70,7 @@ class OpenStep:
         return ProvedStep(
             micro_batches=tuple(micro_batches),
             gradients=tuple(part for parts in self.gradients.values() for part in parts),
+            late_gradients=tuple(self.late_gradients),
             local_gradients=tuple(self.local_gradients),
             clipping=self.clipping,
             kept_norm=self.kept_norm,
@@ -313,10 +317,30 @@ class ScriptRecorder:
         """
         self._steps[-1].clipping = Clipping(norm=norm, max_norm=max_norm)
 
-    def _begin_update(self, optimizer: Optimizer, *arguments: object) -> None:
+    def _begin_update(
+        self, optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Note the gradients of an update: now, or when the closure that it is given has computed them."""
+        # the first argument is the optimizer
+        given = dict(zip(("optimizer", CLOSURE_ARGUMENT), arguments, strict=False)) | named
+        closure = given.get(CLOSURE_ARGUMENT)
+        if closure is None:
+            self._note_update(optimizer)
+            return arguments, named
+
+        def compute() -> object:
+            loss: object = closure()
+            self._note_update(optimizer)
+            return loss
+
+        return arguments[:1], named | {CLOSURE_ARGUMENT: compute}
+
+    def _note_update(self, optimizer: Optimizer) -> None:
         self._note_outside(optimizer)
         self.note_gradients(_list_ids(optimizer))
         step = self._steps[-1]
+        if step.clipping is not None:
+            self._note_late_gradients(step, _list_ids(optimizer))
         kept_squares = 0.0
         squares = 0.0
         for group in optimizer.param_groups:
@@ -327,6 +351,17 @@ class ScriptRecorder:
         # a step may have several optimizers
         step.kept_norm = math.hypot(step.kept_norm, math.sqrt(kept_squares))
         step.updated_norm = math.hypot(step.updated_norm, math.sqrt(squares))
+
+    def _note_late_gradients(self, step: OpenStep, updated: set[int]) -> None:
+        """Keep gradients again that something beside clipping has changed since they were kept."""
+        for held in self._list_parameters():
+            if id(held.parameter) not in updated or held.gradient is None:
+                continue
+            parts = step.gradients.get(held.name, ())
+            blocks = held.find_blocks(held.gradient)
+            pairs = zip(blocks, parts, strict=False)
+            if not all(self._kept.is_multiple(*pair) for pair in pairs):
+                step.late_gradients += self._keep("late", held, held.gradient)
 
     def _note_outside(self, optimizer: Optimizer) -> None:
         """Record the parameters that no model holds, before their first update."""

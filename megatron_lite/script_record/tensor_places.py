@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+MASK = "mask_buffer"  # attribute of DTensor's _MaskPartial
 MEGATRON_STATE = "megatron.core.parallel_state"
 SPLIT = "tensor_model_parallel"  # attributes of Megatron-Core's parameters
 SPLIT_DIMENSION = "partition_dim"
@@ -64,6 +65,12 @@ def _find_block_of_dtensor(tensor: DTensor) -> HeldBlock:
     local = tensor.to_local()
     if tuple(shape) != tuple(local.shape):
         return HeldBlock(tensor.full_tensor(), whole, (0,) * len(whole), is_placed=True)
+    for placement in placements:
+        # rows that an embedding split by its vocabulary looked up in vain
+        mask = getattr(placement, MASK, None)
+        if mask is not None and mask.data is not None:
+            local = local.clone()
+            mask.apply_mask(local)
     # an empty part begins behind the end
     inside = tuple(min(start, size) for start, size in zip(starts, whole, strict=True))
     return HeldBlock(local, whole, inside, is_placed=True, is_partial=is_partial)

@@ -5,6 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_lite.script_record.tensor_places import MEGATRON_STATE, find_blocks, widen
 
@@ -57,3 +62,27 @@ def test_copies_lose_nothing(dtype, kept):
     assert torch.equal(copy.to(dtype), value)
     copy.zero_()
     assert value.count_nonzero()
+
+
+@pytest.fixture
+def second_of_two_ranks():
+    """A rank whose exchanges do nothing."""
+    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+def test_an_embedding_split_by_its_vocabulary_counts_rows_that_a_rank_has(second_of_two_ranks):
+    """Other tokens are looked up in vain, which only the exchange takes out."""
+    table = nn.Embedding(8, 3)
+    whole = table.weight.detach().clone()
+    mesh = init_device_mesh("cpu", (2,))
+    table.weight = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None))
+    tokens = torch.tensor([1, 6, 3, 4])
+    output = nn.functional.embedding(distribute_tensor(tokens, mesh, [Replicate()], src_data_rank=None), table.weight)
+    (block,) = find_blocks(output)
+    is_own = (tokens >= 4)[:, None]
+    assert block.is_partial
+    assert torch.equal(block.local, whole[tokens] * is_own)
+    # the mask is still there for the exchange
+    assert output.placements[0].mask_buffer.data is not None
