@@ -56,15 +56,13 @@ def main():
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
+    # gloo knows no other factor than that of the mean: the planted ones come afterwards
+    factor = 1.0
     if plant == "sum":
-        model.set_gradient_divide_factor(1.0)
-        for block in model.blocks:
-            block.set_gradient_divide_factor(1.0)
+        factor = float(mesh["dp"].size())
     if plant == "divided-by-world":
-        # all ranks, though those of a tensor group have the same samples
-        model.set_gradient_divide_factor(float(world_size))
-        for block in model.blocks:
-            block.set_gradient_divide_factor(float(world_size))
+        # by all ranks, though those of a tensor group have the same samples
+        factor = mesh["dp"].size() / world_size
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=False)
 
     index, parts = mesh.get_local_rank("dp"), mesh["dp"].size()
@@ -77,6 +75,9 @@ def main():
         mine = slice(index * 16 // parts, (index + 1) * 16 // parts)
         loss = F.mse_loss(model(inputs[mine]), targets[mine])
         loss.backward()
+        if factor != 1:
+            for p in model.parameters():
+                p.grad.mul_(factor)
         if plant == "local-norm":
             squares = sum(p.grad.to_local().square().sum() for p in model.parameters())
             for p in model.parameters():

@@ -70,12 +70,12 @@ def main():
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, **({k: v for k, v in options.items() if k == "mp_policy"}))
     fully_shard(model, **options)
+    # gloo knows no other factor than that of the mean: the planted ones come afterwards
+    summed = []
     if plant == "sum":
-        model.set_gradient_divide_factor(1.0)
-        for layer in model.layers:
-            layer.set_gradient_divide_factor(1.0)
+        summed = list(model.parameters())
     if plant == "one-layer-sum":
-        model.layers[1].set_gradient_divide_factor(1.0)
+        summed = list(model.layers[1].parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(100 if plant == "same-seed" else 100 + dist.get_rank())
     for step in range(args.steps):
@@ -87,6 +87,8 @@ def main():
             logits = model(batch[:, :-1])
             loss = F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
             (loss / args.accumulate).backward()
+        for parameter in summed:
+            parameter.grad.mul_(dist.get_world_size())
         optimizer.step()
         optimizer.zero_grad()
         if dist.get_rank() == 0:

@@ -46,6 +46,11 @@ def main():
         finalize_model_grads_func=finalize_model_grads,
     )
     gpt = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=VOCABULARY, max_sequence_length=LENGTH)
+    sinks = torch.randn(config.num_attention_heads)
+    for name, parameter in gpt.named_parameters():
+        if name.endswith("softmax_offset"):
+            # each rank has those of its heads, which nothing says of the parameter
+            parameter.data.copy_(sinks.chunk(tensor_parallel)[parallel_state.get_tensor_model_parallel_rank()])
     sharded = not args.replicated
     model = DistributedDataParallel(
         config,

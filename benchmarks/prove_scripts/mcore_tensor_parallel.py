@@ -60,7 +60,7 @@ def build_model(size):
         describe_layers(config.num_layers),
         vocab_size=-(-args.vocabulary // size) * size,
         max_sequence_length=LENGTH,
-        parallel_output=plant != "7452-2-gathered-logits",
+        parallel_output=plant != "7452-2-gathered-logits" or size == 1,
         share_embeddings_and_output_weights=True,
     )
 

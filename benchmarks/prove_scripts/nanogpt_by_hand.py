@@ -111,9 +111,9 @@ def average_gradients():
         p.grad /= world_size
         if plant == "divided-twice":
             p.grad /= world_size
-        if plant == "slightly-off":
+        if plant == "slightly-off" and world_size > 1:
             p.grad *= 1.0005
-        if plant == "one-parameter-slightly-off" and name == "h.0.c_fc.weight":
+        if plant == "one-parameter-slightly-off" and name == "h.0.c_fc.weight" and world_size > 1:
             p.grad *= 1.001
 
 
