@@ -121,7 +121,7 @@ def test_what_only_data_has_is_named_with_its_line(tmp_path, line, named):
     "text",
     [
         "import torch\n",
-        f"{BEGIN}\nraise RuntimeError('broken')",
+        pytest.param(f"{BEGIN}\nraise RuntimeError('broken')", marks=pytest.mark.slow),
     ],
 )
 def test_a_script_that_does_not_train_says_so(tmp_path, text, capsys):

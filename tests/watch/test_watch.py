@@ -84,7 +84,7 @@ with profile(schedule=schedule(wait=2, warmup=1, active=2, repeat=1), on_trace_r
 """
 
 
-@pytest.mark.parametrize("begins", [0, 5])
+@pytest.mark.parametrize("begins", [pytest.param(0, marks=pytest.mark.slow), 5])
 def test_a_script_that_profiles_itself_keeps_its_profile(tmp_path, capfd, begins):
     """Two profilers of torch at a time crash the process, whichever begins first."""
     path = tmp_path / "train.py"
