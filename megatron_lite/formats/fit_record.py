@@ -23,6 +23,8 @@ class ChangeName(str, enum.Enum):
     FUSED = "fused"
     # weights are updated one after another
     ONE_BY_ONE = "one by one"
+    # each rank updates its share of the weights, and keeps the optimizer's state of that
+    SHARED_STATE = "shared state"
 
 
 class FitRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -184,7 +184,8 @@ class Walker:
             return WalkedChange(name, 0 if changed.failure else changed.reserved_peak_bytes)
 
         with ThreadPoolExecutor(MAX_AT_ONCE) as pool:
-            walked = list(pool.map(walk, ChangeName))
+            names = [name for name in ChangeName if self.ranks > 1 or name is not ChangeName.SHARED_STATE]
+            walked = list(pool.map(walk, names))
         limit = record.reserved_peak_bytes * (1 - MIN_SAVED)
         useful = [change for change in walked if 0 < change.peak_bytes < limit]
         return tuple(sorted(useful, key=lambda change: change.peak_bytes))

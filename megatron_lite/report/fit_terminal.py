@@ -16,6 +16,7 @@ ADVICE = {
     ChangeName.BF16: 'torch.autocast("cuda", torch.bfloat16) around forward and loss',
     ChangeName.FUSED: "fused=True of the optimizer",
     ChangeName.ONE_BY_ONE: "foreach=False of the optimizer",
+    ChangeName.SHARED_STATE: "ZeroRedundancyOptimizer around the optimizer",
 }
 
 

@@ -5,10 +5,12 @@ import functools
 from collections.abc import Callable
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint
 
 from megatron_lite.formats.fit_record import ChangeName
@@ -87,9 +89,58 @@ def _update_by(fused: bool) -> None:
     register_optimizer_step_pre_hook(choose)
 
 
+def _share_state() -> None:
+    """Let each rank update its share of the weights, as torch's ZeroRedundancyOptimizer does.
+
+    Gradients are those of all weights, before the update and after it.
+    """
+    whole: dict[Optimizer, list[list[Tensor]]] = {}
+
+    def keep_share(optimizer: Optimizer, *arguments: object) -> None:
+        if whole:
+            # the step of another optimizer calls this one: it has shared the weights already
+            return
+        groups: list[list[Tensor]] = [group["params"] for group in optimizer.param_groups]
+        if any(is_traceable_wrapper_subclass(weight) for group in groups for weight in group):
+            # DTensors, as FSDP makes them: all is shared already
+            return
+        whole[optimizer] = groups
+        shares = divide_weights(groups, dist.get_world_size())[dist.get_rank()]
+        for group, share in zip(optimizer.param_groups, shares):
+            group["params"] = share
+
+    def take_all(optimizer: Optimizer, *arguments: object) -> None:
+        for group, weights in zip(optimizer.param_groups, whole.pop(optimizer, [])):
+            group["params"] = weights
+
+    register_optimizer_step_pre_hook(keep_share)
+    register_optimizer_step_post_hook(take_all)
+
+
+def divide_weights(groups: list[list[Tensor]], ranks: int) -> list[list[list[Tensor]]]:
+    """Divide weights among ranks: the largest first, each to the rank that has least.
+
+    Args:
+        groups: The weights of each parameter group.
+        ranks: How many share them.
+
+    Returns:
+        For each rank its weights of each group.
+    """
+    sizes = [0] * ranks
+    shares: list[list[list[Tensor]]] = [[[] for _ in groups] for _ in range(ranks)]
+    for number, group in enumerate(groups):
+        for weight in sorted(group, key=Tensor.numel, reverse=True):
+            rank = sizes.index(min(sizes))
+            shares[rank][number].append(weight)
+            sizes[rank] += weight.numel() if weight.requires_grad else 0
+    return shares
+
+
 CHANGES: dict[ChangeName, Callable[[], object]] = {
     ChangeName.RECOMPUTE: _recompute_blocks,
     ChangeName.BF16: _use_bf16,
     ChangeName.FUSED: functools.partial(_update_by, True),
+    ChangeName.SHARED_STATE: _share_state,
     ChangeName.ONE_BY_ONE: functools.partial(_update_by, False),
 }

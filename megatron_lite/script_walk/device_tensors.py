@@ -15,7 +15,12 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedOperatorException,
+)
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -24,7 +29,7 @@ from megatron_lite.instruments.memory_tracker import RECORDERS
 from megatron_lite.instruments.replacing import get_function, put_in_place
 from megatron_lite.planner.walk.recording import WithoutData
 from megatron_lite.script_walk.known_truths import ORDINARY_NUMBER, learn
-from megatron_lite.script_walk.unknown_values import Branches, refuse_values
+from megatron_lite.script_walk.unknown_values import Branches, refuse_operation, refuse_values
 
 # files whose empty tensors are weights, or are gathered to be
 WEIGHT_FILES = ("/torch/nn/modules/", "/torch/distributed/fsdp/")
@@ -149,10 +154,19 @@ class DeviceTensors(TorchDispatchMode):
         args, named = tree_map_only(Tensor, self.drop_data, (args, named))
         if is_moved:
             args = (self._batch.resize(args[0]), *args[1:])
-        with self._without_data:
-            result = func(*args, **named)
+        result = self._run(func, args, named)
         learn(func, args, result)
         return result
+
+    def _run(self, func: Operation, args: tuple[object, ...], named: dict[str, object]) -> object:
+        """Run an operation without data. UserError where its results depend on data, or torch has no rule for it."""
+        try:
+            with self._without_data:
+                return func(*args, **named)
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            refuse_values(f"sizes of what {func} returns", "choose elements by torch.where, or a fixed number of them")
+        except (UnsupportedOperatorException, NotImplementedError):
+            refuse_operation(str(func))
 
     def drop_data(self, tensor: Tensor) -> Tensor:
         """Make a tensor without data of one that has them; the memory of the latter is held as long as the former is.

@@ -26,12 +26,26 @@ MAX_FUNCTIONS = 64  # of one table, more than either class has
 DESTRUCTORS = 2  # each has two entries
 POINTER = ctypes.sizeof(ctypes.c_void_p)
 
+TRIED = (2, 13)  # the version of torch with which walks were compared
+
 ReturnsZero = ctypes.CFUNCTYPE(ctypes.c_int64)
 ReturnsTruth = ctypes.CFUNCTYPE(ctypes.c_bool)
 
 
 class CannotPretend(Exception):
     """Torch's C++ half is built in another way than this file knows."""
+
+
+def describe_untried(version: str) -> list[str]:
+    """Say that walks were not compared with a version of torch; [] for the one with which they were.
+
+    Args:
+        version: As torch.__version__ gives it.
+    """
+    tried = ".".join(str(part) for part in TRIED)
+    if version.startswith(f"{tried}."):
+        return []
+    return [f"torch {version} was not compared with real runs, as torch {tried} was: its kernels may hold other memory"]
 
 
 @functools.cache

@@ -128,13 +128,10 @@ def _invert(args: tuple[object, ...], result: Tensor) -> bool | None:
     return not known
 
 
-def _add_up(args: tuple[object, ...], result: Tensor) -> float | None:
+def _add_up(args: tuple[object, ...], result: Tensor) -> int | None:
+    """Nothing adds up to 0. How many elements of a mask hold is data, though each would of an ordinary number."""
     known = _read_known(args[0])
-    added = args[0]
-    if known is None or not isinstance(added, Tensor) or not result.numel():
-        return None
-    count = added.numel() // result.numel()
-    return int(known) * count
+    return 0 if known is not None and not known else None
 
 
 def _agree(args: tuple[object, ...], result: Tensor) -> float | None:

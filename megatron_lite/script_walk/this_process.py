@@ -19,6 +19,7 @@ from megatron_lite.rehearsal import summarize_walk
 from megatron_lite.script_process import FAILED_CODE, call_on_error, is_loader_worker, leave
 from megatron_lite.script_walk.changes import CHANGES
 from megatron_lite.script_walk.device_tensors import MovedBatch
+from megatron_lite.script_walk.unknown_values import describe_error
 from megatron_lite.script_walk.walk import PretendedGpu, ScriptWalk
 from megatron_lite.variables import FIT_REQUEST
 
@@ -83,7 +84,7 @@ class FittedScript:
         if isinstance(error, UserError):
             self._write(FitRecord(failure="\n".join(error.lines)))
         else:
-            self._write(FitRecord(failure=f"{type(error).__name__}: {error}"))
+            self._write(FitRecord(failure=describe_error(error)))
         leave(FAILED_CODE)
 
     def end_early(self) -> NoReturn:
@@ -110,8 +111,6 @@ class FittedScript:
         found = summarize_walk(Walked(snapshot))
         if self._request.gpu and found.categories.get(WORKSPACE) == found.allocated_peak_bytes:
             return FitRecord(failure=NOT_ON_GPU)
-        if walk.left_uncompiled:
-            self._notes.append("torch.compile was left out: compiled code holds less")
         return FitRecord(
             allocated_peak_bytes=found.allocated_peak_bytes,
             reserved_peak_bytes=found.reserved_peak_bytes,
@@ -120,7 +119,7 @@ class FittedScript:
             categories=found.categories,
             branches=walk.branches.lines,
             copies=walk.branches.copies,
-            notes=tuple(self._notes),
+            notes=(*walk.notes, *self._notes),
             batch=walk.batch.size,
         )
 

@@ -6,6 +6,7 @@ line, and taken as for an ordinary number. Where a script needs whole numbers or
 
 import linecache
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -61,26 +62,54 @@ def find_line_of_script() -> str:
         frame = frame.f_back
     foreign = [each for each in frames if not _has_part(each, OURS)]
     found = next(iter(foreign), None) or next(each for each in frames if not _has_part(each, HERE))
-    path = found.f_code.co_filename
-    text = linecache.getline(path, found.f_lineno).strip()
-    return f"{Path(path).name}:{found.f_lineno}: {text}"
+    return _describe_line(found)
+
+
+def _describe_line(frame: FrameType) -> str:
+    path = frame.f_code.co_filename
+    text = linecache.getline(path, frame.f_lineno).strip()
+    return f"{Path(path).name}:{frame.f_lineno}: {text}"
 
 
 def _has_part(frame: FrameType, parts: tuple[str, ...]) -> bool:
     return any(part in frame.f_code.co_filename for part in parts)
 
 
-def refuse_values(asked: str) -> NoReturn:
+def refuse_values(asked: str, remedy: str = "replace it for the walk by a number of its kind") -> NoReturn:
     """Stop at a line that cannot go on without values.
 
     Args:
         asked: What the line asks for.
+        remedy: What to do instead.
 
     Raises:
         UserError: Always.
     """
-    remedy = "replace it for the walk by a number of its kind, or leave it out"
-    raise UserError(f"{find_line_of_script()}: {asked} exist only where tensors have data; {remedy}.")
+    raise UserError(f"{find_line_of_script()}: {asked} exist only where tensors have data; {remedy}, or leave it out.")
+
+
+def refuse_operation(name: str) -> NoReturn:
+    """Stop at a line that calls an operation which torch cannot run without data.
+
+    Args:
+        name: The operation's.
+
+    Raises:
+        UserError: Always.
+    """
+    remedy = "give it one by torch.library.register_fake, or leave it out for the walk"
+    raise UserError(f"{find_line_of_script()}: {name} has no rule for the shapes of its results; {remedy}.")
+
+
+def describe_error(error: BaseException) -> str:
+    """Describe an error of the script with the line of the script at which it happened.
+
+    Args:
+        error: What was raised.
+    """
+    text = f"{type(error).__name__}: {error}"
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if not _has_part(frame, OURS)]
+    return f"{_describe_line(frames[-1])}: {text}" if frames else text
 
 
 class UnknownFloat(float):

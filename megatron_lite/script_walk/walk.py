@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from megatron_lite.caching_allocator import Allocation, rounded
 from megatron_lite.errors import UserError
@@ -27,12 +28,13 @@ from megatron_lite.script_walk.device_tensors import (
     let_torch_compute_in_lists,
     make_weights_without_data,
 )
-from megatron_lite.script_walk.driverless_cuda import CannotPretend, let_torch_see_a_gpu
+from megatron_lite.script_walk.driverless_cuda import CannotPretend, describe_untried, let_torch_see_a_gpu
 from megatron_lite.script_walk.fake_ranks import stand_for_other_ranks
 from megatron_lite.script_walk.repeated_forwards import RepeatedForwards
 from megatron_lite.script_walk.script_steps import ScriptSteps
-from megatron_lite.script_walk.unknown_values import Branches, give_unknown_values
+from megatron_lite.script_walk.unknown_values import Branches, find_line_of_script, give_unknown_values
 
+UNCOMPILED = "torch.compile was left out: compiled code holds less"
 AUTOGRAD_KEYS = {"cuda": "AutogradCUDA", "cpu": "AutogradCPU"}
 
 
@@ -91,7 +93,8 @@ class ScriptWalk:
     def __init__(self, gpu: PretendedGpu | None, batch: MovedBatch, finish: Callable[["ScriptWalk"], object]) -> None:
         self.branches = Branches()
         self.batch = batch
-        self.left_uncompiled = False
+        # what the walk leaves out, in sentences
+        self.notes = describe_untried(torch.__version__)
         self._gpu = gpu
         self._finish = finish
         self._place = StepMarks()
@@ -116,6 +119,7 @@ class ScriptWalk:
         else:
             device = GpuTracker.DEVICE
             self._set_tracker(self._show_gpu(self._gpu))
+            self._name_recurrent_layers()
         without_data = WithoutData()
         tensors = DeviceTensors(without_data, self.batch, self.branches)
         let_torch_compute_in_lists()
@@ -151,11 +155,27 @@ class ScriptWalk:
         """Let torch.compile return what it is given: compiled code is not walked."""
 
         def leave(model: object = None, **options: object) -> object:
-            self.left_uncompiled = True
+            self._note(UNCOMPILED)
             return model if model is not None else lambda function: function
 
         put_in_place(torch, "compile", leave)
         put_in_place(nn.Module, "compile", lambda module, *arguments, **options: leave())
+
+    def _note(self, sentence: str) -> None:
+        if sentence not in self.notes:
+            self.notes.append(sentence)
+
+    def _name_recurrent_layers(self) -> None:
+        """Name the lines that call nn.LSTM and its kin on the GPU: what cuDNN reserves for them is not known."""
+
+        def enter(module: nn.Module, inputs: tuple[object, ...]) -> None:
+            if isinstance(module, nn.RNNBase):
+                kind = type(module).__name__
+                self._note(
+                    f"{find_line_of_script()}: nn.{kind} takes cuDNN's memory on a GPU, which is not in these figures"
+                )
+
+        register_module_forward_pre_hook(enter)
 
     def _begin_step(self) -> None:
         self._tracker.begin_step()

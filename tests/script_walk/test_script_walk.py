@@ -33,6 +33,7 @@ from megatron_lite.formats.fit_record import ENDED_EARLY, ChangeName, FitRecord
 from megatron_lite.formats.hardware import CUBLAS_THREADS, cublas_workspace_bytes
 from megatron_lite.planner.find_processors import find_processor
 from megatron_lite.planner.script_walks import Walker
+from megatron_lite.script_walk.driverless_cuda import describe_untried
 
 H100 = find_processor("H100")
 
@@ -93,6 +94,14 @@ def test_a_changed_batch_and_less_memory_are_walked_too(tmp_path):
     assert not blocks.walk(change=ChangeName.RECOMPUTE).failure
 
 
+OWN_KERNEL = """
+own = torch.library.Library("own", "DEF")
+own.define("kernel(Tensor x) -> Tensor")
+own.impl("kernel", lambda x: x.clone(), "CPU")
+own.kernel = torch.ops.own.kernel
+"""
+
+
 @pytest.mark.parametrize(
     "line, named",
     [
@@ -104,11 +113,16 @@ def test_a_changed_batch_and_less_memory_are_walked_too(tmp_path):
         pytest.param("print(loss.item(), loss / 2, f'{loss:.3f}')", "", marks=pytest.mark.slow),
         pytest.param("picked = x[int(loss)]", "failure", marks=pytest.mark.slow),
         pytest.param("values = loss.tolist()", "failure", marks=pytest.mark.slow),
+        ("kept = loss[loss > 0]", "failure"),
+        pytest.param("picked = x[: (loss > 0).sum().item()]", "failure", marks=pytest.mark.slow),
+        pytest.param("lost = x @ x", "failure", marks=pytest.mark.slow),
+        pytest.param("own.kernel(x + loss)", "failure", marks=pytest.mark.slow),
         pytest.param("kept = torch.zeros(2); kept[:1] = loss.detach()", "copies", marks=pytest.mark.slow),
     ],
 )
 def test_what_only_data_has_is_named_with_its_line(tmp_path, line, named):
     text = PERCEPTRON.replace("    optimizer.zero_grad()\n", f"    {line}\n    optimizer.zero_grad()\n")
+    text = text.replace("model = ", f"{OWN_KERNEL}model = ")
     found = make_walker(tmp_path, text).walk()
     where = f"train.py:{text[: text.index(line)].count(chr(10)) + 1}: {line}"
     assert bool(found.failure) == (named == "failure")
@@ -181,6 +195,36 @@ def test_the_first_of_two_ranks_holds_what_it_holds_beside_the_other(words):
     assert (walked.failure, trained.failure) == ("", "")
     assert walked.allocated_peak_bytes == trained.allocated_peak_bytes
     assert walked.categories == trained.categories
+
+
+@pytest.mark.slow
+def test_shared_state_holds_what_torch_holds_that_shares_it(tmp_path):
+    script = REPO / "benchmarks" / "fit_scripts" / "data_parallel.py"
+    shared = tmp_path / "shared.py"
+    wrapped = "torch.distributed.optim.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)"
+    text = script.read_text().replace("torch.optim.AdamW(model.parameters(), lr=1e-3)", wrapped)
+    assert wrapped in text
+    shared.write_text(text.replace("import torch\n", "import torch\nimport torch.distributed.optim\n"))
+    changed = Walker((sys.executable, str(script)), None, ranks=2, rank=1).walk(change=ChangeName.SHARED_STATE)
+    trained = Walker((sys.executable, str(shared)), None, ranks=2, rank=1).walk(with_data=True)
+    assert (changed.failure, trained.failure) == ("", "")
+    assert changed.categories == trained.categories
+
+
+@pytest.mark.slow
+def test_recurrent_layers_are_named_whose_memory_on_a_gpu_is_not_known(tmp_path):
+    text = PERCEPTRON.replace("(model(x) - x)", "(model(x) - recurrent(x)[0])")
+    text = text.replace("optimizer = ", "recurrent = nn.LSTM(64, 64).to(device)\noptimizer = ")
+    found = make_walker(tmp_path, text, H100).walk()
+    (note,) = found.notes
+    assert "nn.LSTM" in note
+    assert note.startswith("train.py:")
+
+
+def test_versions_of_torch_that_walks_were_not_compared_with_are_named():
+    assert describe_untried("2.13.0+cpu") == []
+    (note,) = describe_untried("2.12.1")
+    assert "2.12.1" in note
 
 
 @pytest.mark.slow
