@@ -95,11 +95,10 @@ def choose_attention(
     if backend != "auto" and backend not in FORCED:
         raise UserError(f"--attention-backend {backend}: not one of auto, flash, fused, unfused, local; use auto")
     has_offset = shape.softmax_type != "vanilla"
-    probes = _probes(shape, batch, torch.device(device), dtype, masked)
+    probes = _probes(shape, batch, torch.device(device), dtype)
     by_torch = partial(sdpa_attention, aligns_ends=on_gpu or torch.device(device).type == "cuda")
     if (masked or has_offset) and backend in ("auto", "flash"):
-        unmasked = replace(probes[0], mask_B1TT=None)
-        choice, reason = _ask_torch(unmasked, SDPBackend.FLASH_ATTENTION)
+        choice, reason = _ask_torch(probes[0], SDPBackend.FLASH_ATTENTION)
         if choice == SDPBackend.FLASH_ATTENTION:
             # imports torch.compile's parts, which takes a second
             from megatron_lite.model.flash_attention import flash_attention
@@ -107,6 +106,9 @@ def choose_attention(
             return Attend(flash_attention, "sdpa flash")
         if has_offset and backend == "auto":
             return _choose_explicitly(shape, explain, f"flash cannot run here ({reason}), and no other knows offsets")
+    if masked:
+        # only now: a mask of long sequences may not fit into memory, and flash takes none
+        probes = _add_mask(probes)
     if backend == "auto":
         return _choose_automatically(probes, by_torch, explain, pick)
     wanted = FORCED[backend]
@@ -164,20 +166,25 @@ def _choose_automatically(
     return Attend(function, f"sdpa {own}" if own else "sdpa", why_not, timed)
 
 
-def _probes(shape: ModelShape, batch: int, device: torch.device, dtype: torch.dtype, masked: bool) -> list[Probe]:
-    """The model's arguments as they are, then (with grouped queries) with keys expanded per head."""
+def _probes(shape: ModelShape, batch: int, device: torch.device, dtype: torch.dtype) -> list[Probe]:
+    """The model's arguments as they are, then (with grouped queries) with keys expanded per head; without a mask."""
 
     def heads(number: int) -> Tensor:
         # The layout in which the model hands them over, since kernels look at strides, too.
         rows = torch.empty(batch, shape.seq_length, number, shape.kv_channels, device=device, dtype=dtype)
         return rows.transpose(1, 2).requires_grad_()
 
-    mask = None
-    if masked:
-        mask = torch.empty(batch, 1, shape.seq_length, shape.seq_length, device=device, dtype=torch.bool)
     query = heads(shape.num_attention_heads)
     key_heads = sorted({shape.num_query_groups, shape.num_attention_heads})
-    return [Probe(query, heads(number), mask, shape.attention_dropout) for number in key_heads]
+    return [Probe(query, heads(number), None, shape.attention_dropout) for number in key_heads]
+
+
+def _add_mask(probes: list[Probe]) -> list[Probe]:
+    """The same probes with one mask for all, [B, 1, T, T]."""
+    query_BNTD = probes[0].q_BNTD
+    batch, _, length, _ = query_BNTD.shape
+    mask_B1TT = torch.empty(batch, 1, length, length, device=query_BNTD.device, dtype=torch.bool)
+    return [replace(probe, mask_B1TT=mask_B1TT) for probe in probes]
 
 
 def _ask_torch(probe: Probe, backend: SDPBackend | None = None) -> tuple[SDPBackend | None, str]:

@@ -1,5 +1,7 @@
 """The race of attention kernels: who wins, and what is made of it. Times are given here; on a GPU they are measured."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.launch import on_ranks
@@ -58,14 +60,15 @@ def test_trials_run_forward_and_backward_on_numbers_like_the_models(monkeypatch)
         return inner(q, *more, **how)
 
     monkeypatch.setattr(attention_choice, "sdpa_attention", note)
-    [probe] = attention_choice._probes(PLAIN, 2, CPU, torch.float32, masked=False)
+    probes = attention_choice._probes(PLAIN, 2, CPU, torch.float32)
+    [probe] = probes
     for trial in make_trials(probe, ("flash", "math")).values():
         assert trial() is None
     assert [how["backend"] for _, how in calls] == [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
     query = calls[0][0]
     assert query.shape == probe.q_BNTD.shape and query.stride() == probe.q_BNTD.stride()
     assert 0.5 < query.std() < 1.5 and query.grad is None
-    [masked] = attention_choice._probes(PLAIN, 2, CPU, torch.float32, masked=True)
+    [masked] = attention_choice._add_mask(probes)
     make_trials(masked, ("math",))["math"]()
 
 
@@ -118,3 +121,10 @@ def one_race_for_all(world):
 @pytest.mark.slow
 def test_the_first_rank_decides_for_all(tmp_path):
     assert all("took of rank 0" in out for out in on_ranks(one_race_for_all, tmp_path))
+
+
+def test_flash_is_chosen_without_the_mask_of_a_long_sequence():
+    """A mask of 2^22 positions takes 16 TiB."""
+    shape = replace(PLAIN, seq_length=2**22)
+    chosen = choose_attention("auto", shape, batch=1, device="cpu", dtype=torch.bfloat16, masked=True)
+    assert chosen.name == "sdpa flash"
