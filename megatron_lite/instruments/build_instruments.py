@@ -256,7 +256,7 @@ def build_instruments(
     torch_is_blind = world.under_nsys and on_gpu  # nsys holds the GPU's counters, also where nothing asked it to record
     members: list[Instrument] = []
     if plan.compilation.layers:
-        expected = count_compilations(plan.shape, plan.compilation)
+        expected = count_compilations(plan)
         members.append(Compiling(timeline, expected, tell if world.rank == 0 else _drop_line))
     members += _build_window_watchers(plan, run_dir, timeline, tell)
     for_nsys = profile.profile and not profile.use_pytorch_profiler and profiled

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_lite.config.plan import Compilation
-from megatron_lite.config.shape import ModelShape
+from megatron_lite.config.plan import Compilation, Plan
 from megatron_lite.config.world import World
 from megatron_lite.errors import first_line
 from megatron_lite.machine import find_missing_compiler, read_processor
@@ -32,6 +31,8 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 TRAINING_AND_EVALUATION = 2  # the variants of a layer that a run needs
 LOSS_PIECES = 2  # forward and backward, in evaluation the same
+# graphs of a layer, at most, whose attention calls a kernel that is not compiled (model/flash_attention.py)
+LAYER_PIECES = 6
 OLDEST = (7, 0)  # compute capability of the first GPUs that Triton compiles for
 PLACE = "TORCHINDUCTOR_CACHE_DIR"  # inductor's, and Triton's below it, unless TRITON_CACHE_DIR names another
 
@@ -60,12 +61,16 @@ def no_compiler(world: World) -> str:
     return ""
 
 
-def count_compilations(shape: ModelShape, compilation: Compilation) -> int:
+def count_compilations(plan: Plan) -> int:
     """The most graphs that torch.compile compiles if the layers' inputs keep their form while training."""
+    shape = plan.shape
+    windows = {shape.find_window(layer) for layer in range(shape.num_layers)}
     # a layer that scales by its number is a variant of its own
-    variants = shape.num_layers if shape.query_key_layer_scaling else 1
-    of_layers = TRAINING_AND_EVALUATION * variants
-    of_loss = LOSS_PIECES if compilation.loss else 0
+    variants = shape.num_layers if shape.query_key_layer_scaling else len(windows)
+    takes_flash = plan.masks_attention or shape.softmax_type != "vanilla"
+    pieces = LAYER_PIECES if takes_flash else 1
+    of_layers = TRAINING_AND_EVALUATION * variants * pieces
+    of_loss = LOSS_PIECES if plan.compilation.loss else 0
     return of_layers + of_loss
 
 
@@ -90,7 +95,26 @@ def compile_layers(layers: Iterable[TransformerLayer], backend: str, graphs: int
     for layer in layers:
         if layer.mlp.activation is gelu_tanh:
             layer.mlp.activation = gelu_as_sigmoid
-        replace_method(layer, "forward", compile_function(layer.forward, backend))
+        compiled = compile_function(layer.forward, backend)
+        replace_method(layer, "forward", partial(_call_with_any_edges, compiled))
+
+
+def _call_with_any_edges(compiled: Callable[..., Tensor], hidden_BTH: Tensor, *others: Tensor | None) -> Tensor:
+    """Call a compiled layer, whose graph serves any number of documents.
+
+    Args:
+        compiled: The layer's forward.
+        hidden_BTH: The layer's input.
+        others: The further arguments of TransformerLayer.forward.
+    """
+    edges_E = others[0] if others else None
+    if edges_E is not None:
+        # imported by compile_layers already
+        from torch._dynamo import maybe_mark_dynamic
+
+        # with each new size torch would compile anew, up to its limit
+        maybe_mark_dynamic(edges_E, 0)
+    return compiled(hidden_BTH, *others)
 
 
 def gelu_as_sigmoid(x: Tensor) -> Tensor:

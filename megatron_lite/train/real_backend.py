@@ -69,7 +69,7 @@ class RealBackend:
         """Compile each layer's forward at its first call, where the plan says so."""
         if not plan.compilation.layers:
             return
-        graphs = count_compilations(plan.shape, plan.compilation)
+        graphs = count_compilations(plan)
         compile_layers(model.list_layers(), plan.args.training.torch_compile_backend, graphs)
 
     def average_gradients(self, model: nn.Module, bucket_mib: float, group: dist.ProcessGroup | None) -> AveragedModel:

@@ -13,12 +13,16 @@ import torch
 import torch._dynamo
 from support.command_lines import mistakes
 from support.launch import DROPOUT, checkpoint, flags, intervals, losses, on_ranks, quietly, steps, train
+from support.model_variants import PLAIN, build, tokens
 from support.wording import wording
 from torch._dynamo.utils import counters
 
 from megatron_lite.config import plan
 from megatron_lite.config.plan import Compilation, choose_compilation
 from megatron_lite.instruments.base import Instrument
+from megatron_lite.model import gpt
+from megatron_lite.model.attention import find_document_edges
+from megatron_lite.parallel.layers import compile_layers
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -80,6 +84,26 @@ def test_layers_that_know_their_number_are_all_compiled(tmp_path):
     words = f"--num-layers 9 --fp16 --initial-loss-scale 4096 --apply-query-key-layer-scaling {UNFUSED} --train-iters 2"
     _, out = quietly(flags(words, EAGER), tmp_path)
     assert counters["stats"]["unique_graphs"] == 9 and "expected" not in out
+
+
+def test_a_graph_serves_any_number_of_documents(monkeypatch):
+    """A GPU's kernel takes as many places as there are documents."""
+    monkeypatch.setattr(gpt, "find_document_edges", lambda *args: find_document_edges(*args).unique())
+    model = build(PLAIN, "auto", masked=True)
+    compile_layers(model.decoder.layers, "eager", 1)
+    inputs = tokens(PLAIN)
+    compiled = set()
+    for documents in (2, 3, 5, 9):
+        numbers = torch.arange(inputs.shape[1]) * documents // inputs.shape[1]
+        model(inputs, inputs, documents_BT=numbers.expand(inputs.shape)).mean().backward()
+        compiled.add(counters["stats"]["unique_graphs"])
+    assert len(compiled) == 1
+
+
+@pytest.mark.parametrize("words", ["--reset-attention-mask", "--window-size 3,0 --window-attn-skip-freq 2"])
+def test_layers_that_call_a_flash_kernel_are_expected_in_pieces(tmp_path, words):
+    _, out = quietly(flags("--train-iters 2 --eval-interval 2 --eval-iters 1", words, EAGER), tmp_path)
+    assert counters["stats"]["unique_graphs"] > 2 and "expected" not in out
 
 
 def test_steps_that_compile_are_marked_and_not_averaged(tmp_path):
