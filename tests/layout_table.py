@@ -246,6 +246,7 @@ SLOW = [
     ("fp32, window", "cp4, heads and positions"),
     ("fp32, eight heads", "tp2, sp, cp2, heads"),
     ("bf16", "cp2, heads, pp2"),
+    ("fp32, window", "cp2, heads, zero3"),
     ("fp32, per token", "pp2"),
     ("fp32, recomputed", "pp2"),
     ("fp16, sums in fp32", "pp2, zero bubble"),

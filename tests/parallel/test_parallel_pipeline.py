@@ -233,7 +233,7 @@ def test_a_rank_is_slow_beside_those_of_its_stage():
 
 @pytest.mark.parametrize("data_is_outermost", [False, True])
 def test_every_rank_has_one_place(data_is_outermost):
-    layout = Layout(2, 3, 2, 4, data_is_outermost=data_is_outermost)
+    layout = Layout(tensor=2, context=3, data=2, pipeline=4, data_is_outermost=data_is_outermost)
     places = [layout.locate(rank) for rank in range(48)]
     found = [layout.find_rank(p.tensor_rank, p.context_rank, p.data_rank, p.pipeline_rank) for p in places]
     assert found == list(range(48))
