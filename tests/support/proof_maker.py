@@ -133,6 +133,8 @@ class Layout:
     # whether a pipeline of two stages calls its first layer "0" on both
     pipeline: bool = False
     micro_batches: int = 1
+    # parameters that tensor ranks split
+    splits: tuple[str, ...] = ("0.weight", "0.bias", "2.weight")
 
 
 CUTS = {"0.weight": 0, "0.bias": 0, "2.weight": 1}  # of tensor ranks: dimension
@@ -230,7 +232,7 @@ def cut_part(layout: Layout, name: str, array: Array, data: int, tensor: int) ->
         bounds = np.linspace(0, array.shape[0], layout.data + 1).round().astype(int)
         part = array[bounds[data] : bounds[data + 1]]
         return Part(part, array.shape, (int(bounds[data]), *(0,) * (array.ndim - 1)), True)
-    if layout.tensor > 1 and name in CUTS:
+    if layout.tensor > 1 and name in layout.splits:
         dim = CUTS[name]
         length = array.shape[dim] // layout.tensor
         part = np.take(array, range(tensor * length, (tensor + 1) * length), axis=dim)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from megatron_lite.analysis.equality.call_order import CallOrder
@@ -14,6 +15,7 @@ from megatron_lite.analysis.equality.check_shards import name_wrong_order
 from megatron_lite.analysis.equality.check_updates import NormCheck, Updates, compute_norm, find_early_clipping
 from megatron_lite.analysis.equality.compared_parts import ComparedPart, ComparedParts, collect_entries
 from megatron_lite.analysis.equality.facts import LayoutFacts
+from megatron_lite.analysis.equality.fused_parts import split_fused_parts
 from megatron_lite.analysis.equality.gradient_patterns import list_distinct
 from megatron_lite.analysis.equality.losses import compare_losses
 from megatron_lite.analysis.equality.measure import LATER_STEPS, Precision, Rounding, find_precision, measure_rounding
@@ -189,6 +191,7 @@ def _read_sides(
     own_start, aliases = read_start(reference)
     run = name_sliced_samples(run, reference if probe is None else probe)
     start = own_start if fed is None else {**own_start, **fed}
+    run = split_fused_parts(run, start, aliases)
     places = place_parameters(run, start, aliases)
     roles = find_roles(run, places, reference)
     return _Sides(
@@ -214,11 +217,26 @@ def _compare_sides(sides: _Sides, probe: ProvedRun | None, is_fed: bool, answer:
     answer.differences += at_start
     answer.leave_out(*_list_unplaced(sides))
     if not at_start:
+        before = len(answer.differences)
         _compare_numbers(sides, answer)
+        if is_fed and len(answer.differences) > before:
+            _doubt_guesses(sides, unfed, answer)
     elif not answer.rows:
         answer.leave_out("gradients, as the ranks' weights differ at the start already")
     answer.differences += check_dropout(sides.run, sides.roles)
     answer.notes += _note_statistics(sides, answer.differences)
+
+
+def _doubt_guesses(sides: _Sides, unfed: ProvedRun, answer: _Answer) -> None:
+    """Lower the confidence where the reference was fed weights whose parts lie as it was guessed."""
+    start, aliases = read_start(unfed)
+    places = place_parameters(sides.run, start, aliases)
+    guessed = [place.name for place in places.found.values() if place.is_guessed and not place.is_constant]
+    if not guessed:
+        return
+    names = _write_names(list(dict.fromkeys(guessed)))
+    answer.leave_out(f"{names}: nothing tells which block each rank has; they were taken in the order of the ranks")
+    answer.differences = [msgspec.structs.replace(one, confidence="low") for one in answer.differences]
 
 
 def _check_start(sides: _Sides, unfed: ProvedRun, is_fed: bool) -> list[Difference]:

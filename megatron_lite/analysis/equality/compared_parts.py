@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from megatron_lite.analysis.equality.measure import Measured, Rounding
 from megatron_lite.analysis.equality.placing import Place, Places
-from megatron_lite.analysis.equality.proved_run import Array, Parts, ProvedRun, RankRun
+from megatron_lite.analysis.equality.proved_run import Array, Parts, ProvedRun, RankRun, get_parameter_name
 from megatron_lite.analysis.equality.wholes import get_starts, select_block
 from megatron_lite.formats.prove_record import TensorPart
 
@@ -84,13 +84,16 @@ def collect_entries(
     arrays = _read_arrays(run, given, places)
     for (rank, own_name), place in places.found.items():
         whole = wholes.get(place.name)
-        found = arrays.get((rank, own_name))
-        if found is None:
-            is_empty = 0 in place.shape
-            if whole is not None and not is_empty and whole.any():
-                entries.lacking.setdefault(place.name, []).append(rank)
+        is_empty = 0 in place.shape
+        if (rank, own_name) not in arrays and whole is not None and not is_empty and whole.any():
+            entries.lacking.setdefault(place.name, []).append(rank)
+    for (rank, own_name), (part, array) in arrays.items():
+        # a rank may have parts of the gradient of a parameter that it has as a whole
+        own_place = places.found.get((rank, own_name)) or places.found.get((rank, get_parameter_name(own_name)))
+        if own_place is None:
             continue
-        part, array = found
+        place = own_place
+        whole = wholes.get(place.name)
         if part.is_partial:
             entries.adding_ranks.add(rank)
         if whole is None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_lite.analysis.equality.compared_parts import ComparedPart, group_replicas
 from megatron_lite.analysis.equality.measure import Measured
-from megatron_lite.analysis.equality.proved_run import Array
+from megatron_lite.analysis.equality.proved_run import Array, get_parameter_name
 from megatron_lite.analysis.equality.wholes import select_block
 
 SAME_RATIO = 1e-3  # relative: ratios nearer than this, or than rounding makes them, are one ratio
@@ -90,7 +90,7 @@ def show_pattern(entries: Sequence[ComparedPart]) -> Shown:
     unreduced = _find_unreduced(entries)
     if unreduced is not None:
         count, sum_ratio = unreduced
-        own_names = tuple(dict.fromkeys(entry.own_name for entry in entries))
+        own_names = tuple(dict.fromkeys(get_parameter_name(entry.own_name) for entry in entries))
         return replace(shown, pattern=Pattern.UNREDUCED, replicas=count, sum_ratio=sum_ratio, own_names=own_names)
     elsewhere = () if is_by_rank else _find_elsewhere(entries)
     return replace(shown, pattern=Pattern.ELSEWHERE, elsewhere=elsewhere) if elsewhere else shown

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from megatron_lite.analysis.equality.proved_run import Array, ProvedRun, RankRun
+from megatron_lite.analysis.equality.proved_run import Array, ProvedRun, RankRun, get_parameter_name
 from megatron_lite.analysis.equality.wholes import get_starts, select_block
 from megatron_lite.formats.prove_record import TensorPart
 
@@ -116,7 +116,8 @@ class _Reference:
     world: int
 
     def get_name(self, name: str) -> str:
-        return self.aliases.get(name, name)
+        own = get_parameter_name(name)
+        return self.aliases.get(own, own)
 
 
 def _place_rank(number: int, rank: RankRun, reference: _Reference, places: Places) -> None:

@@ -15,6 +15,7 @@ from megatron_lite.formats.prove_record import RANK_FILE, TENSORS_FILE, ProvedSt
 
 Array = NDArray[Any]
 Parts = Sequence[TensorPart]
+PART_MARK = " ["  # in the names of parts that a rank has of one parameter: "weight", "weight [1]"
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,37 @@ def _read_rank(folder: Path, number: int) -> RankRun | str:
     lacking = keys - set(tensors)
     if damaged or lacking or not has_shapes:
         return f"rank {number}: its tensors are damaged ({damaged or ', '.join(sorted(lacking)[:1]) or 'no numbers'})"
-    return RankRun(record, tensors)
+    return RankRun(number_parts(record), tensors)
+
+
+def number_parts(record: ProveRecord) -> ProveRecord:
+    """Give parts that a rank has of one parameter names of their own."""
+    steps = [
+        msgspec.structs.replace(
+            step,
+            gradients=_number(step.gradients),
+            local_gradients=_number(step.local_gradients),
+            weights=_number(step.weights),
+        )
+        for step in record.steps
+    ]
+    return msgspec.structs.replace(record, weights=_number(record.weights), steps=tuple(steps))
+
+
+def _number(parts: Parts) -> tuple[TensorPart, ...]:
+    seen: dict[str, int] = defaultdict(int)
+    numbered = []
+    for part in parts:
+        count = seen[part.name]
+        seen[part.name] += 1
+        name = f"{part.name}{PART_MARK}{count}]" if count else part.name
+        numbered.append(msgspec.structs.replace(part, name=name))
+    return tuple(numbered)
+
+
+def get_parameter_name(name: str) -> str:
+    """The name of the parameter that a part is of."""
+    return name.partition(PART_MARK)[0]
 
 
 def list_all_parts(record: ProveRecord) -> Iterable[TensorPart]:

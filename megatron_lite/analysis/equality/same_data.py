@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from megatron_lite.analysis.equality.fed_tensors import Source, find_misfit
+from megatron_lite.analysis.equality.fused_parts import split_fused_parts
 from megatron_lite.analysis.equality.placing import Places, place_parameters
 from megatron_lite.analysis.equality.proved_run import Array, ProvedRun, list_indices, list_rows
 from megatron_lite.analysis.equality.sliced_samples import name_sliced_samples
@@ -175,6 +176,7 @@ def decide_feed(run: ProvedRun, reference: ProvedRun) -> FeedDecision:
         return FeedDecision(False, reason="one of both recorded nothing")
     run = name_sliced_samples(run, reference)
     start, aliases = read_start(reference)
+    run = split_fused_parts(run, start, aliases)
     places = place_parameters(run, start, aliases)
     weights, reason = _decide_weights(run, start, places)
     if reason:

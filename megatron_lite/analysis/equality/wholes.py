@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_lite.analysis.equality.proved_run import Array, Parts, ProvedRun, RankRun
+from megatron_lite.analysis.equality.proved_run import Array, Parts, ProvedRun, RankRun, get_parameter_name
 from megatron_lite.formats.prove_record import TensorPart
 
 
@@ -103,7 +103,8 @@ def assemble_all(
         for part in list_parts(rank):
             array = rank.read(part)
             if array is not None:
-                name = (aliases or {}).get(part.name, part.name)
+                own = get_parameter_name(part.name)
+                name = (aliases or {}).get(own, own)
                 given[name].append((part, array))
     wholes = {name: assemble(parts) for name, parts in given.items()}
     return {name: whole for name, whole in wholes.items() if whole is not None}
