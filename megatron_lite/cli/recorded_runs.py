@@ -14,13 +14,22 @@ from typing import IO
 
 import msgspec
 
-from megatron_lite.cli.batch_systems import Job
+from megatron_lite.cli.batch_systems import Job, read_number, read_options
 from megatron_lite.cli.launcher import count_ranks
 from megatron_lite.errors import UserError
 from megatron_lite.formats.prove_record import RANK_FILE, Feed, ProveRecord, ProveRequest
 from megatron_lite.variables import BOOTSTRAP, PROVE_REQUEST, THREADS, prepend_python_path
 
 TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
+ACCELERATE = ("accelerate", "accelerate-launch", "accelerate.commands.launch")
+# options of Accelerate's launcher: the variable by which each reaches the script, and whether it has no value
+ACCELERATE_VARIABLES = {
+    "--cpu": ("ACCELERATE_USE_CPU", True),
+    "--use-cpu": ("ACCELERATE_USE_CPU", True),
+    "--mixed-precision": ("ACCELERATE_MIXED_PRECISION", False),
+}
+# others that only say where ranks run
+ACCELERATE_PLACES = ("--num-processes", "--multi-gpu", "--main-process-port", "--num-cpu-threads-per-process")
 TRAINER = ("-m", "megatron_lite")  # the words that start the trainer of this package
 WAIT_FOR_RANKS_S = 0.05
 TIMEOUT_S = 600.0
@@ -69,6 +78,8 @@ def read_command(words: list[str], ranks: int | None, environment: Mapping[str, 
     if begin is None:
         raise UserError(f"megatron-lite prove: {' '.join(words)} names no script; give torchrun ... train.py.")
     before = words[:begin]
+    if any(Path(word).name in ACCELERATE for word in before):
+        return _read_accelerate(before, tuple(words[begin:]), ranks, environment)
     starts_one = not any(Path(word).name in TORCHRUN for word in before)
     counted = 1 if starts_one and ranks is None else ranks
     if counted is None:
@@ -80,6 +91,30 @@ def read_command(words: list[str], ranks: int | None, environment: Mapping[str, 
     return RankedCommand(tuple(words[begin:]), counted, environment)
 
 
+def _read_accelerate(
+    before: list[str], script: tuple[str, ...], ranks: int | None, environment: Mapping[str, str]
+) -> RankedCommand:
+    """Read the words of Accelerate's launcher, which gives its options to the script by variables."""
+    options = read_options(before)
+    counted = ranks or read_number(options, ("--num-processes",))
+    known = (*ACCELERATE_VARIABLES, *ACCELERATE_PLACES)
+    unknown = [name for name in options if name not in known and name != "-m"]
+    if unknown or counted is None:
+        said = unknown[0] if unknown else "without --num_processes"
+        number = counted or "N"
+        raise UserError(
+            f"megatron-lite prove: accelerate launch {said} is not read; "
+            f"give torchrun --nproc-per-node {number} {' '.join(script)}."
+        )
+    variables = dict(environment)
+    for name in options:
+        if name in ACCELERATE_VARIABLES:
+            variable, is_switch = ACCELERATE_VARIABLES[name]
+            variables[variable] = "true" if is_switch else options[name]
+    words = ("-m", *script[1:]) if script[0] == "--module" else script
+    return RankedCommand(words, counted, variables)
+
+
 def find_script(words: list[str]) -> int | None:
     """Find where the script, or -m and its module, stands among the words of a command; None where it does not.
 
@@ -88,7 +123,7 @@ def find_script(words: list[str]) -> int | None:
     """
     for at, word in enumerate(words):
         is_module = word in ("-m", "--module") and at + 1 < len(words)
-        if is_module and words[at + 1] not in TORCHRUN:
+        if is_module and words[at + 1] not in (*TORCHRUN, *ACCELERATE):
             return at
         if word.endswith(".py"):
             return at
@@ -164,22 +199,41 @@ def _run_ranks(
                 if process.poll() is None:
                     process.kill()
                     process.wait()
-        failures = {rank: _read_failure(folder, rank) for rank in range(command.ranks)}
-        lacking = [rank for rank in range(command.ranks) if failures[rank] is None or (failures[rank] and codes[rank])]
-        if None in codes and lacking:
-            ranks = f"rank {lacking[0]}" if len(lacking) == 1 else f"ranks {', '.join(map(str, lacking))}"
-            raise UserError(
-                f"{command}: {ranks} had not stepped {limits.steps} times after {limits.timeout_s:g} s; "
-                "give a longer --timeout, or look for ranks that wait for each other."
-            )
-        # libraries may crash when a process ends: a rank whose record is whole has done its work
-        if lacking:
-            # those that were ended for its sake say nothing of the cause
-            first = min(lacking, key=lambda rank: (not failures[rank], codes[rank] in (0, -signal.SIGTERM)))
-            why = failures[first] or _read_last_line(said[first])
-            raise UserError(f"{command}: rank {first} ended with exit code {codes[first]}: {why}")
+        _check_records(command, folder, codes, limits, said)
         for file in said:
             file.close()
+
+
+def _check_records(
+    command: RankedCommand, folder: Path, codes: list[int | None], limits: RunLimits, said: list[IO[str]]
+) -> None:
+    """Refuse a run of which a rank left no whole record.
+
+    Args:
+        command: The script.
+        folder: Folder of the records.
+        codes: The ranks' exit codes; None of one that was still running when the time was over.
+        limits: How far it was to go.
+        said: What each rank printed.
+
+    Raises:
+        UserError: A rank failed, or had not done.
+    """
+    failures = {rank: _read_failure(folder, rank) for rank in range(command.ranks)}
+    # libraries may crash when a process ends: a rank whose record is whole has done its work
+    lacking = [rank for rank, failure in failures.items() if failure is None or (failure and codes[rank])]
+    if not lacking:
+        return
+    if None in codes:
+        ranks = f"rank {lacking[0]}" if len(lacking) == 1 else f"ranks {', '.join(map(str, lacking))}"
+        raise UserError(
+            f"{command}: {ranks} had not stepped {limits.steps} times after {limits.timeout_s:g} s; "
+            "give a longer --timeout, or look for ranks that wait for each other."
+        )
+    # those that were ended for its sake say nothing of the cause
+    first = min(lacking, key=lambda rank: (not failures[rank], codes[rank] in (0, -signal.SIGTERM)))
+    why = failures[first] or _read_last_line(said[first])
+    raise UserError(f"{command}: rank {first} ended with exit code {codes[first]}: {why}")
 
 
 def _wait(started: list["subprocess.Popen[str]"], limits: RunLimits) -> list[int | None]:

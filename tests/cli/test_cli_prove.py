@@ -53,6 +53,8 @@ for inputs, targets in DataLoader(data, batch_size=4, sampler=sampler):
         ("torchrun --nproc-per-node 4 train.py", 2, ("train.py",), 2),
         ("python -m torch.distributed.run --nproc-per-node 2 train.py", None, ("train.py",), 2),
         ("torchrun --nproc-per-node 2 -m trainer.main --x 1", None, ("-m", "trainer.main", "--x", "1"), 2),
+        ("accelerate launch --num_processes 2 train.py --lr 1", None, ("train.py", "--lr", "1"), 2),
+        ("python -m accelerate.commands.launch --cpu --num-processes=2 train.py", None, ("train.py",), 2),
         ("python train.py", 3, ("train.py",), 3),
         ("python train.py", None, ("train.py",), 1),
     ],
@@ -61,6 +63,19 @@ def test_launch_commands_are_read(words, ranks, script, found):
     command = read_command(words.split(), ranks, {})
     assert command.script == script
     assert command.ranks == found
+
+
+def test_options_of_accelerate_reach_the_script():
+    words = "accelerate launch --cpu --mixed_precision bf16 --num_processes 2 --module trainer.main --x 1"
+    command = read_command(words.split(), None, {"A": "1"})
+    assert command.script == ("-m", "trainer.main", "--x", "1")
+    assert command.environment == {"A": "1", "ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "bf16"}
+
+
+@pytest.mark.parametrize("words", ["accelerate launch --num_processes 2 --use_fsdp a.py", "accelerate launch a.py"])
+def test_what_accelerate_would_configure_is_refused_with_another_command(words):
+    with pytest.raises(UserError, match="torchrun --nproc-per-node . a.py"):
+        read_command(words.split(), None, {})
 
 
 @pytest.mark.parametrize(
