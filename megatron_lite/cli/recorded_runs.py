@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
@@ -205,7 +205,7 @@ def _run_ranks(
 
 
 def _check_records(
-    command: RankedCommand, folder: Path, codes: list[int | None], limits: RunLimits, said: list[IO[str]]
+    command: RankedCommand, folder: Path, codes: Sequence[int | None], limits: RunLimits, said: Sequence[IO[str]]
 ) -> None:
     """Refuse a run of which a rank left no whole record.
 
@@ -236,7 +236,7 @@ def _check_records(
     raise UserError(f"{command}: rank {first} ended with exit code {codes[first]}: {why}")
 
 
-def _wait(started: list["subprocess.Popen[str]"], limits: RunLimits) -> list[int | None]:
+def _wait(started: list["subprocess.Popen[str]"], limits: RunLimits) -> Sequence[int | None]:
     """Wait for all ranks; one that fails takes the others with it. Returns their exit codes; None of one that was still
     running when the time was over."""
     deadline = time.monotonic() + limits.timeout_s

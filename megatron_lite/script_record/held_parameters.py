@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
+from megatron_lite.script_record.megatron_core import find_buffers, gather_sums
 from megatron_lite.script_record.model_calls import SeenModel
 from megatron_lite.script_record.model_names import list_parameters
 from megatron_lite.script_record.tensor_places import HeldBlock, find_blocks
@@ -46,12 +47,15 @@ class ModuleParameter:
 
     name: str
     parameter: Tensor
+    buffer: Any = None  # Megatron-Core's, of which each rank has a shard
 
     @property
     def gradient(self) -> Tensor | None:
         """Its gradient now."""
         sums = getattr(self.parameter, SUMS, None)
-        return sums if isinstance(sums, Tensor) else self.parameter.grad
+        if not isinstance(sums, Tensor):
+            return self.parameter.grad
+        return sums if self.buffer is None else gather_sums(self.parameter, self.buffer)
 
     @property
     def is_whole(self) -> bool:
@@ -79,5 +83,6 @@ class ModuleParameters:
 
     def list(self, model: SeenModel) -> Iterator[HeldParameter]:
         """List a model's parameters. The argument is that of ParameterSource."""
+        buffers = dict(find_buffers(model.called))
         for name, parameter in list_parameters(model.module, model.prefix):
-            yield ModuleParameter(name, parameter)
+            yield ModuleParameter(name, parameter, buffers.get(id(parameter)))

@@ -28,10 +28,12 @@ class SeenModel:
     Attributes:
         module: Without wrappers.
         prefix: Before the names of its parts.
+        called: What the script calls: the module, or a wrapper of it.
     """
 
     module: nn.Module
     prefix: str
+    called: nn.Module
 
 
 class ModelCalls:
@@ -102,7 +104,7 @@ class ModelCalls:
         is_clear = names.isdisjoint(self._parameter_names)
         prefix = "" if is_clear else f"model{len(self.models) + 1}."
         self._parameter_names |= names
-        model = SeenModel(module, prefix)
+        model = SeenModel(module, prefix, called)
         self.models.append(model)
         self._names |= {id(each): name for name, each in list_modules(module, prefix)}
         return model

@@ -33,6 +33,7 @@ from megatron_lite.script_record.fed_tensors import GivenTensors
 from megatron_lite.script_record.held_parameters import HeldParameter, ModuleParameters, ParameterSource
 from megatron_lite.script_record.kept_tensors import KeptTensors
 from megatron_lite.script_record.loaders import Loaders
+from megatron_lite.script_record.megatron_core import see_clipping
 from megatron_lite.script_record.model_calls import ModelCalls, SeenModel, hash_random_state, hash_rows, list_tensors
 from megatron_lite.script_record.optimizers import SeenOptimizers
 from megatron_lite.script_record.tensor_places import find_blocks
@@ -106,6 +107,7 @@ class ScriptRecorder:
         self._local_sums: dict[str, Tensor] = {}
         self._aliases: dict[str, str] = {}
         self._is_compiled = False
+        self._sees_megatron_core = False
         self._source: ParameterSource = ModuleParameters()
 
     def take_parameters_from(self, source: ParameterSource) -> None:
@@ -147,6 +149,8 @@ class ScriptRecorder:
         if self._updates and min(self._updates.values()) + self._left_out >= len(self._steps):
             self._end_step()
         # chunks of a stage and modules beside a model have no prefix either
+        if not self._sees_megatron_core:
+            self._sees_megatron_core = see_clipping(self._note_clipping)
         if id(model.module) not in self._started:
             self._started.add(id(model.module))
             self._start(model)
@@ -282,8 +286,9 @@ class ScriptRecorder:
         for held in known:
             if held.name in step.gradients:
                 continue
-            step.gradients[held.name] = self._keep("gradients", held, held.gradient)
-            step.kept_squares[id(held.parameter)] = _sum_squares(held.gradient)
+            gradient = held.gradient
+            step.gradients[held.name] = self._keep("gradients", held, gradient)
+            step.kept_squares[id(held.parameter)] = _sum_squares(gradient)
             if held.name in self._local_sums:
                 step.local_gradients += self._keep("local", held, self._local_sums.pop(held.name))
 
@@ -307,6 +312,11 @@ class ScriptRecorder:
 
         put_in_place(clip_grad, CLIP, clip_and_note)
         put_in_place(nn_utils, CLIP, clip_and_note)
+
+    def _note_clipping(self, norm: float, max_norm: float) -> None:
+        """Note what Megatron-Core's optimizers clip."""
+        self.note_gradients(set())
+        self.note_norm(norm, max_norm)
 
     def note_norm(self, norm: float, max_norm: float) -> None:
         """Note the norm of the whole gradient as the script has computed it.
