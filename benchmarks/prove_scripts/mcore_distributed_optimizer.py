@@ -48,6 +48,8 @@ def main():
     gpt = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=VOCABULARY, max_sequence_length=LENGTH)
     sinks = torch.randn(config.num_attention_heads)
     for name, parameter in gpt.named_parameters():
+        # sinks are tuned alone: in the norm of all gradients theirs are lost
+        parameter.requires_grad_(plant != "7452-8-attention-sink" or name.endswith("softmax_offset"))
         if name.endswith("softmax_offset"):
             # each rank has those of its heads, which nothing says of the parameter
             parameter.data.copy_(sinks.chunk(tensor_parallel)[parallel_state.get_tensor_model_parallel_rank()])
@@ -78,7 +80,8 @@ def main():
             model.scale_gradients(float(parallel_state.get_data_parallel_world_size()))
         if plant != "not-finalized":
             finalize_model_grads([model])
-        if plant == "finalized-twice":
+        if plant == "clean-finalized-twice":
+            # the mean of means is the mean
             finalize_model_grads([model])
         _, norm, _ = optimizer.step()
         if dist.get_rank() == 0:
