@@ -138,7 +138,7 @@ def _describe_shortage(found: CoreShortage) -> str:
 def _judge_memory(facts: Facts, most: Snapshot) -> Verdict:
     """Say what a snapshot tells without a trace: a request that failed, else the peak, and what held memory then."""
     doubts = []
-    if not most.events:
+    if not most.has_history:
         doubts.append("the snapshot has no history, so its peak is unknown")
     unknown_bytes = sum(part.num_bytes for part in most.held if part.category in WITHOUT_CATEGORY)
     share = unknown_bytes / max(most.peak_bytes, 1)
@@ -157,7 +157,7 @@ def _judge_memory(facts: Facts, most: Snapshot) -> Verdict:
 def _describe_peak(most: Snapshot) -> str:
     """Write how much memory a snapshot holds at its peak, and for what."""
     held = _describe_held(most.held, most.peak_bytes)
-    if not most.events:
+    if not most.has_history:
         return f"Memory holds {size(most.peak_bytes)} at the moment of the snapshot{held}"
     when = f" in {most.peak_phase}" if most.peak_phase else ""
     return f"Memory peaks at {size(most.peak_bytes)}{when}{held}"

@@ -17,6 +17,7 @@ from support.wording import wording
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.compare.compare import compare
 from megatron_lite.analysis.compare.compare_results import Change
+from megatron_lite.analysis.compare.limits import Outcome, judge, read_limit
 from megatron_lite.analysis.compare.settings import exact, paired, paired_samples
 from megatron_lite.analysis.memory.memory_results import Held
 from megatron_lite.analysis.run.read import read_run
@@ -208,6 +209,38 @@ def test_memory_by_category():
     assert found.memory["activations"].difference == -8 * 2**30 and found.memory["moments"].change is Change.SAME
     assert found.sentence == wording("analysis/peak-memory-is-less", 25, "32.00", "24.00")
     assert list(found.memory)[:2] == ["parameters", "gradients"] and found.step_ms == 0
+
+
+@pytest.mark.parametrize(("events", "outcome"), [(10, Outcome.KEPT), (0, Outcome.UNCLEAR)])
+def test_what_a_snapshot_without_history_holds_is_no_peak(events, outcome):
+    less = dataclasses.replace(snapshot(), peak_bytes=2**30, events=events)
+    a, b = (Facts(ranks_seen=(), ranks=None, snapshots=(one,), run=None, gaps=()) for one in (snapshot(), less))
+    for first, second in ((a, b), (b, a)):
+        found = compare(first, second)
+        [total] = found.totals
+        assert (total.pair.change is Change.UNCLEAR) is (events == 0)
+        assert any("history" in note for note in found.notes) is (events == 0)
+        assert {pair.change is Change.UNCLEAR for pair in found.memory.values()} == {events == 0}
+    [judged] = judge(compare(a, b), [read_limit("peak_bytes > +5%")])
+    assert judged.outcome is outcome
+
+
+@pytest.mark.parametrize(("ranks", "noted"), [((0, 1), False), ((0,), True), ((None,), False)])
+def test_peaks_of_other_ranks_are_noted(ranks, noted):
+    both, some = (tuple(dataclasses.replace(snapshot(), rank=rank) for rank in ones) for ones in ((0, 1), ranks))
+    a, b = (Facts(ranks_seen=(), ranks=None, snapshots=ones, run=None, gaps=()) for ones in (both, some))
+    assert any("0 to 1" in note for note in compare(a, b).notes) is noted
+
+
+def test_ranks_that_were_not_read_are_noted():
+    def of(missing: tuple[int, ...]) -> Facts:
+        facts = report().facts
+        ranks = facts.ranks
+        return dataclasses.replace(facts, ranks=dataclasses.replace(ranks, world_size=8, missing=missing))
+
+    unread = [note for note in compare(of(()), of((3, 5))).notes if "of 8 ranks" in note]
+    assert [note[:4] for note in unread] == ["B: 2"] and "3, 5" in unread[0]
+    assert not [note for note in compare(of(()), of(())).notes if "of 8 ranks" in note]
 
 
 def test_lines_are_narrow_and_harmless(tmp_path):

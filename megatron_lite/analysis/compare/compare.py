@@ -27,6 +27,7 @@ from megatron_lite.analysis.kernels.kernel_words import get_kernel_role, get_ope
 from megatron_lite.analysis.kernels.rank_kernels import own_ms
 from megatron_lite.analysis.kernels.selection import Selection
 from megatron_lite.analysis.rank_facts import RankFacts
+from megatron_lite.analysis.ranks.rank_results import name_ranks
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.time.rank_time import rank_time
@@ -40,6 +41,7 @@ from megatron_lite.units import significant, size
 WHOLE_STEP = "step"
 TRACED_STEP = "traced step"
 PEAK = "peak memory"
+SNAPSHOTS = "memory snapshots"
 Loads = tuple[CoreShortage | None, CoreShortage | None]  # the shortage of cores in compared steps of A and of B
 
 
@@ -112,18 +114,34 @@ def _pair_traced_steps(a: Facts, b: Facts) -> list[Total]:
 
 
 def _pair_peaks(a: Facts, b: Facts) -> list[Total]:
-    """Pair the most that tensors took: of snapshots, else as the GPU's allocator counted in each step; bytes."""
-    for source, measure in (("memory snapshots", _measure_snapshot_peak), ("steps.jsonl", _measure_run_peak)):
+    """Pair the most that tensors took: of snapshots, else as the GPU's allocator counted in each step; bytes.
+
+    Snapshots without a history are compared last: what they hold is no more than a lower bound of the peak.
+    """
+    sources = (
+        (SNAPSHOTS, _measure_snapshot_peak),
+        ("steps.jsonl", _measure_run_peak),
+    )
+    for source, measure in sources:
         peak_a = measure(a)
         peak_b = measure(b)
         if peak_a and peak_b:
             return [Total(PEAK, "bytes", source, exact(peak_a, peak_b))]
-    return []
+    highest_a = a.highest_snapshot
+    highest_b = b.highest_snapshot
+    if highest_a is None or highest_b is None:
+        return []
+    pair = paired(highest_a.peak_bytes, highest_b.peak_bytes, None)
+    return [Total(PEAK, "bytes", SNAPSHOTS, pair)]
 
 
 def _measure_snapshot_peak(facts: Facts) -> float | None:
-    """Bytes at the highest peak of the snapshots; None without one."""
-    return facts.highest_snapshot.peak_bytes if facts.highest_snapshot else None
+    """Bytes at the highest peak of the snapshots; None without one, or where one has no history."""
+    for snapshot in facts.snapshots:
+        if not snapshot.has_history:
+            return None
+    highest = facts.highest_snapshot
+    return highest.peak_bytes if highest else None
 
 
 def _measure_run_peak(facts: Facts) -> float | None:
@@ -221,6 +239,8 @@ def _describe_peak(peak: Pair) -> str:
     if peak.change is Change.SAME:
         return f"peak memory is the same ({size(peak.b or 0.0)})"
     numbers = f"{size(peak.a or 0.0)} -> {size(peak.b or 0.0)}"
+    if peak.change is Change.UNCLEAR:
+        return f"it is unclear whether peak memory differs ({numbers}, a snapshot without history)"
     return f"peak memory is {_format_change(peak)} ({numbers})"
 
 
@@ -676,12 +696,18 @@ def _pair_memory(a: Facts, b: Facts) -> dict[str, Pair]:
         return {}
     held_a = {held.category: held.num_bytes for held in a.highest_snapshot.held}
     held_b = {held.category: held.num_bytes for held in b.highest_snapshot.held}
+    is_peak_of_a = _measure_snapshot_peak(a) is not None
+    is_peak_of_b = _measure_snapshot_peak(b) is not None
     pairs = {}
     for name in CATEGORIES:
         bytes_a = held_a.get(name, 0)
         bytes_b = held_b.get(name, 0)
-        if bytes_a or bytes_b:
+        if not bytes_a and not bytes_b:
+            continue
+        if is_peak_of_a and is_peak_of_b:
             pairs[name] = exact(bytes_a, bytes_b)
+        else:
+            pairs[name] = paired(bytes_a, bytes_b, None)
     return pairs
 
 
@@ -725,11 +751,54 @@ def _collect_notes(a: Facts, b: Facts, totals: tuple[Total, ...]) -> list[str]:
         notes.append(f"the devices differ: {devices[0]} against {devices[1]}")
     for name, facts in (("A", a), ("B", b)):
         notes += [f"{name}: {doubt}" for doubt in find_contradictions(facts)]
+        notes += _describe_unread_ranks(name, facts)
         notes += _describe_slowdown(name, facts)
+        notes += _describe_missing_history(name, facts)
+    if any(total.of == SNAPSHOTS for total in totals):
+        notes += _describe_other_ranks(a, b)
     snapshots = (*a.snapshots[:1], *b.snapshots[:1])
     if any(snapshot.simulated for snapshot in snapshots):
         notes.append("memory is what tensors on the CPU took, not a GPU's allocator")
     return notes + _describe_noise(totals)
+
+
+def _describe_unread_ranks(name: str, facts: Facts) -> list[str]:
+    """Describe in one sentence how many ranks of run `name` have no trace here; [] where all have, or none has."""
+    missing = facts.ranks.describe_missing() if facts.ranks else ""
+    return [f"{name}: {missing}, and one of them may take longer"] if missing else []
+
+
+def _describe_other_ranks(a: Facts, b: Facts) -> list[str]:
+    """Describe in one sentence that the snapshots of the two are of other ranks.
+
+    [] where they are of the same, or do not say.
+    """
+    ranks_a = _list_snapshot_ranks(a)
+    ranks_b = _list_snapshot_ranks(b)
+    if not ranks_a or not ranks_b or ranks_a == ranks_b:
+        return []
+    named_a = name_ranks(ranks_a)
+    named_b = name_ranks(ranks_b)
+    return [f"peaks are the highest of the snapshots read: of rank {named_a} in A and of rank {named_b} in B"]
+
+
+def _list_snapshot_ranks(facts: Facts) -> list[int]:
+    """List the ranks whose memory was read, ascending; [] where a snapshot does not name its rank."""
+    ranks = []
+    for snapshot in facts.snapshots:
+        if snapshot.rank is None:
+            return []
+        ranks.append(snapshot.rank)
+    ranks.sort()
+    return ranks
+
+
+def _describe_missing_history(name: str, facts: Facts) -> list[str]:
+    """Describe in one sentence that the peak of run `name` is unknown; [] where each snapshot tells its own."""
+    for snapshot in facts.snapshots:
+        if not snapshot.has_history:
+            return [f"{name}: a snapshot has no history, so its peak is unknown"]
+    return []
 
 
 def _describe_slowdown(name: str, facts: Facts) -> list[str]:
@@ -743,7 +812,11 @@ def _describe_slowdown(name: str, facts: Facts) -> list[str]:
 
 def _describe_noise(totals: tuple[Total, ...]) -> list[str]:
     """Collect sentences on how far differences of times can be trusted."""
-    unclear = [total for total in totals if total.pair.change is Change.UNCLEAR]
+    unclear = []
+    for total in totals:
+        # a peak does not vary with steps
+        if total.pair.change is Change.UNCLEAR and total.name != PEAK:
+            unclear.append(total)
     unclear_times = [total for total in unclear if total.unit == "ms"]
     notes = []
     if any(total.pair.band for total in unclear_times):

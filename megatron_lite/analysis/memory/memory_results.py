@@ -169,6 +169,11 @@ class Snapshot:
     gathered: Gathered | None = None
 
     @property
+    def has_history(self) -> bool:
+        """Whether allocations were recorded. Without them the peak is what was held when the snapshot was taken."""
+        return self.events > 0
+
+    @property
     def grows_bytes(self) -> int:
         """Bytes at the peak that grow with the micro-batch."""
         return sum(held.num_bytes for held in self.held if held.category in GROWS_WITH_BATCH)

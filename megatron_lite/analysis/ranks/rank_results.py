@@ -1,5 +1,6 @@
 """Results of comparing ranks: collectives and who waits for whom. Milliseconds are means per steady step."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_lite.units import significant
@@ -127,19 +128,19 @@ class RankComparison:
         """Write "15 of 16 ranks were not read (1 to 15)"; '' where all were, or nothing says how many there are."""
         if not self.missing or not self.world_size:
             return ""
-        number = len(self.missing)
-        verb = "was" if number == 1 else "were"
-        return f"{number} of {self.world_size} ranks {verb} not read ({self._name_missing()})"
+        verb = "was" if len(self.missing) == 1 else "were"
+        return f"{len(self.missing)} of {self.world_size} ranks {verb} not read ({name_ranks(self.missing)})"
 
-    def _name_missing(self) -> str:
-        """Name the missing ranks: "1 to 15", or the first few of them."""
-        number = len(self.missing)
-        first = self.missing[0]
-        last = self.missing[-1]
-        if number > 1 and last - first == number - 1:
-            return f"{first} to {last}"
-        named = ", ".join(map(str, self.missing[:MAX_NAMED_MISSING]))
-        return f"{named} ..." if number > MAX_NAMED_MISSING else named
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Name ranks in ascending order, at least one: "1 to 15", or the first few of them."""
+    number = len(ranks)
+    first = ranks[0]
+    last = ranks[-1]
+    if number > 1 and last - first == number - 1:
+        return f"{first} to {last}"
+    named = ", ".join(map(str, ranks[:MAX_NAMED_MISSING]))
+    return f"{named} ..." if number > MAX_NAMED_MISSING else named
 
 
 def describe_imbalance(found: Imbalance) -> str:
