@@ -30,6 +30,7 @@ from megatron_lite.analysis.trace.accelerators import is_accelerator
 from megatron_lite.analysis.verdict_word import (
     DECIDES,
     LOSSES,
+    MIN_LATE,
     VerdictWord,
     choose_word,
     measure_bounds,
@@ -231,7 +232,9 @@ def _list_doubts(facts: Facts, rank: RankFacts) -> list[str]:
         doubts.append(_describe_longer_steps(run, slower))
     if facts.core_shortage is not None:
         doubts.append("ranks waited for CPU cores")
-    if _find_bound(facts, time) == "communication":
+    # so much waiting may make a late rank the word, whatever this rank's own time is bound by
+    waits_long = _share(time, "exposed_communication") >= MIN_LATE
+    if waits_long or _find_bound(facts, time) == "communication":
         doubts.append(_describe_missing(facts))
     doubts.append(_doubt_lateness(facts, time))
     doubts.append(doubt_window(facts))

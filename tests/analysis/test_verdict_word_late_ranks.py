@@ -54,3 +54,22 @@ def test_the_sentence_says_it_once():
     said = judge(COMPUTES, moving_ms=41.0, rank=1).sentence
     assert "rank 1" in said and wording("analysis/most-costly-cause") not in said
     assert wording("analysis/most-costly-cause") not in judge(COMPUTES, always_ms=15.0).sentence
+
+
+@pytest.mark.parametrize(
+    ("rows", "missing", "doubted"),
+    [
+        ({"compute": 86.0, "exposed_communication": 14.0}, (1,), True),
+        # near misses: too little waiting for a late rank to be the word, and all ranks read
+        ({"compute": 92.0, "exposed_communication": 8.0}, (1,), False),
+        ({"compute": 86.0, "exposed_communication": 14.0}, (), False),
+    ],
+)
+def test_a_rank_that_was_not_read_may_be_the_late_one(rows, missing, doubted):
+    one = cases.report().facts.critical
+    time = dataclasses.replace(one.time, rows=rows, step_ms=sum(rows.values()))
+    ranks = dataclasses.replace(cases.ranks_of(), straggler=None, imbalance=None, world_size=2, missing=missing)
+    verdict = build_verdict(Facts((dataclasses.replace(one, time=time),), ranks, (), None, ()), ())
+    assert verdict.word is VerdictWord.COMPUTE_BOUND
+    assert (verdict.confidence == "low") is doubted
+    assert ("1 of 2 ranks" in verdict.why) is doubted
