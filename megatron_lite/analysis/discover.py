@@ -267,7 +267,7 @@ def _choose_newest_window(files: Sequence[SourceFile], newest: SourceFile) -> tu
     ignored: Ignored = []
     for rank, own in by_rank.items():
         best = max(own, key=_age)
-        who = "the same process" if rank is None else f"rank {rank}"
+        who = "a process that names no rank" if rank is None else f"rank {rank}"
         # ranks write their windows at about the same time
         if _find_nearest_in_time(by_rank[newest.rank], best) is not newest:
             why = f"an older window; {who} has none of the newest one"
@@ -276,7 +276,7 @@ def _choose_newest_window(files: Sequence[SourceFile], newest: SourceFile) -> tu
         kept.append(best)
         for file in own:
             if file is not best:
-                ignored.append((file.path, _explain_older_window(file, best, who)))
+                ignored.append((file.path, _explain_older_window(file, best)))
     return kept, ignored
 
 
@@ -294,11 +294,13 @@ def _find_nearest_in_time(files: Sequence[SourceFile], other: SourceFile) -> Sou
     return min(files, key=distance)
 
 
-def _explain_older_window(file: SourceFile, best: SourceFile, who: str) -> str:
-    """Explain why `best` is read instead of `file`, both of which `who` wrote."""
+def _explain_older_window(file: SourceFile, best: SourceFile) -> str:
+    """Explain why `best` is read instead of `file`, both of which name the same rank, or none."""
+    if best.rank is None:
+        return f"not newer than {best.path.name}; neither names its rank, so they may be of two processes; {ALONE}"
     if file.time_ns == best.time_ns:
-        return f"the same window of {who} as {best.path.name}"
-    return f"an older window of {who}; {best.path.name} is the newest"
+        return f"the same window of rank {best.rank} as {best.path.name}"
+    return f"an older window of rank {best.rank}; {best.path.name} is the newest"
 
 
 def choose_newest_reports(files: Sequence[SourceFile]) -> tuple[list[SourceFile], Ignored]:
