@@ -16,6 +16,9 @@ from megatron_lite.formats.step_records import MAX_NUMBER, Count
 RUN_SCHEMA = 1
 
 Size = Annotated[int, msgspec.Meta(gt=0, lt=MAX_NUMBER)]
+# a run has no more; a reader lists ranks by their number
+MAX_RANKS = 2**20
+Ranks = Annotated[int, msgspec.Meta(gt=0, le=MAX_RANKS)]
 Flops = Annotated[float, msgspec.Meta(gt=0)]
 
 
@@ -37,7 +40,7 @@ class WorldRecord(msgspec.Struct, frozen=True):
 
     # of the writing process, from 0
     rank: Count | None = None
-    size: Size | None = None
+    size: Ranks | None = None
     # the rank among those of its machine
     local_rank: Count | None = None
     # ranks of one machine

@@ -133,6 +133,7 @@ def test_ranks_that_died_are_told(tmp_path):
         ([step(1), step(2)], "[]", ["run.json is damaged"]),
         ([step(1), step(2)], {"schema": 7, "plan": PLAN}, ["has schema 7"]),
         ([step(1), step(2)], {"schema": 1, "plan": "none"}, ["holds no plan"]),
+        ([step(1), step(2)], RECORD | {"plan": PLAN | {"world": {"size": 2**20 + 1}}}, ["plan.world.size"]),
         (None, RECORD, ["there is no steps.jsonl"]),
         ([], RECORD, ["holds no step"]),
         ([step(1), step(2, ms=-1), step(3, ms=float("nan")), step(4, ms="9"), step("5"), step(6)], RECORD, ["4 lines"]),

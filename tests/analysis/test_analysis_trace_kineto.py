@@ -40,6 +40,14 @@ def table(trace) -> list[tuple]:
     ]
 
 
+@pytest.mark.parametrize(("said", "known"), [(2**20, 2**20), (2**20 + 1, None), (10**12, None), (0, None)])
+def test_more_ranks_than_a_run_can_have_are_unknown(tmp_path, said, known):
+    """Ranks that were not read are listed by number: a damaged header must not make that endless."""
+    made = gpu_run(steps=2, world_size=said)
+    [trace] = read_traces(made.write(tmp_path))
+    assert trace.world_size == known
+
+
 def test_a_modern_trace(tmp_path):
     made = MadeTrace(rank=3, world_size=8)
     made.step(7, 0, 100)

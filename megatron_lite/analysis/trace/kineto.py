@@ -44,6 +44,7 @@ from megatron_lite.analysis.trace.kineto_kinds import (
     find_kinds_and_devices,
     kinds_of_categories,
 )
+from megatron_lite.formats.run_record import MAX_RANKS
 from megatron_lite.formats.trace_header import CORES_IN_TRACE
 from megatron_lite.units import significant
 
@@ -363,7 +364,6 @@ def _integers(values: list[int | None]) -> Integers:
 _RANK_IN_NAME = re.compile(r"rank[_-]?\[?(\d{1,6})|\[(\d{1,6})\]", re.IGNORECASE)
 _FACTS = ("schemaVersion", "trace_id", "host_name", "cuda_runtime_version", "cuda_driver_version")
 _FACTS_OF_RANKS = ("backend", "nccl_version", "pg_count")
-_MAX_RANKS = 2**20
 _MAX_TEXT = 200  # characters of a header's value that are worth showing
 _UNIX_NS = 10**18  # larger times count from 1970 (2001 and later), by the clock of the machine
 
@@ -393,7 +393,7 @@ def read_header(
         ids.append(place if number is None else number)
     return {
         "rank": rank_in_name(path.name) if rank is None else rank,
-        "world_size": _count(ranks.get("world_size")) or None,
+        "world_size": _read_world_size(ranks),
         "devices": tuple(str(row.get("name", ""))[:_MAX_TEXT] for row in devices),
         "device_ids": tuple(ids),
         "without_gpu": header.get("deviceProperties") == [],
@@ -423,15 +423,21 @@ def _choose_facts(header: dict[str, Any], names: Iterable[str]) -> dict[str, Any
     return facts
 
 
+def _read_world_size(distributed: dict[str, Any]) -> int | None:
+    """The number of ranks of the header's "distributedInfo"; None where it says none, or more than a run can have."""
+    size = _count(distributed.get("world_size"))
+    return size if size and size <= MAX_RANKS else None
+
+
 def _read_groups(distributed: dict[str, Any]) -> tuple[ProcessGroup, ...]:
     """The groups of the header's "distributedInfo"; those of all ranks may have an empty list of them."""
-    world_size = _count(distributed.get("world_size")) or 0
+    world_size = _read_world_size(distributed)
     groups = []
     for row in _list_dicts(distributed.get("pg_config")):
         size = _count(row.get("pg_size", row.get("group_size")))
         listed = row.get("ranks")
         ranks = [_count(rank) for rank in listed] if isinstance(listed, list) else []
-        if size == world_size and not ranks and size <= _MAX_RANKS:
+        if size is not None and size == world_size and not ranks:
             ranks = list(range(size))
         known = tuple(rank for rank in ranks if rank is not None)
         group = ProcessGroup(
