@@ -20,7 +20,7 @@ from megatron_lite.analysis.memory.memory_results import Snapshot
 from megatron_lite.analysis.memory.trace_memory import measure_trace_memory
 from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.ranks.from_run import compare_ranks_of_run, find_only_dimension, only_lasting
-from megatron_lite.analysis.ranks.rank_results import RankComparison
+from megatron_lite.analysis.ranks.rank_results import RankComparison, name_ranks
 from megatron_lite.analysis.ranks.ranks import compare_ranks
 from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.run.run_results import Run
@@ -31,7 +31,7 @@ from megatron_lite.analysis.trace.columns import Trace
 from megatron_lite.analysis.trace.read import are_large, file_bytes, read_traces, readers, say_nothing
 from megatron_lite.analysis.verdict import build_verdict
 from megatron_lite.errors import UserError
-from megatron_lite.units import size
+from megatron_lite.units import counted, size
 
 Result = TypeVar("Result")
 MAX_GAPS_NAMED = 3  # in the message where nothing can be read
@@ -265,6 +265,11 @@ def _add_memory(facts: Facts, gaps: _Gaps) -> Facts:
 
         if facts.run is None:
             return facts
+        unread = facts.ranks_without_snapshot
+        if unread:
+            gaps.add(
+                f"no snapshot of {counted(len(unread), 'rank')} ({name_ranks(unread)}): memory may peak higher there"
+            )
         rows = gaps.attempt("memory formulas", build_ledger, facts.highest_snapshot, facts.run.record)
         return replace(facts, ledger=rows or ())
     measured = []

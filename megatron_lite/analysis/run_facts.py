@@ -153,6 +153,15 @@ class Facts:
         return max(self.snapshots, key=lambda one: (one.ran_out, one.peak_bytes), default=None)
 
     @property
+    def ranks_without_snapshot(self) -> tuple[int, ...]:
+        """Ranks of the run whose memory was not read; none where there is no snapshot, or it names no rank."""
+        world_size = self.run.world_size if self.run else None
+        read = {snapshot.rank for snapshot in self.snapshots}
+        if not world_size or not read or None in read:
+            return ()
+        return tuple(rank for rank in range(world_size) if rank not in read)
+
+    @property
     def plan(self) -> PlanRecord:
         """Decisions before the run started; without any field for foreign runs."""
         return self.run.plan if self.run else PlanRecord()

@@ -145,6 +145,8 @@ def _judge_memory(facts: Facts, most: Snapshot) -> Verdict:
     share = unknown_bytes / max(most.peak_bytes, 1)
     if share > MAX_WITHOUT_CATEGORY:
         doubts.append(f"the purpose of {share:.0%} of the peak is unknown")
+    if facts.ranks_without_snapshot and _differ_in_memory(facts):
+        doubts.append(f"{counted(len(facts.ranks_without_snapshot), 'rank')} with other parts of the model not read")
     doubts += find_contradictions(facts)
     why = [f"{count(most.events)} events", *dict.fromkeys(doubts)]
     return Verdict(
@@ -153,6 +155,12 @@ def _judge_memory(facts: Facts, most: Snapshot) -> Verdict:
         confidence="low" if doubts else "high",
         why="; ".join(why),
     )
+
+
+def _differ_in_memory(facts: Facts) -> bool:
+    """Whether ranks have layers or experts of their own, so that one may hold much more than another."""
+    layout = facts.plan.layout
+    return (layout.pipeline or 1) > 1 or (layout.expert or 1) > 1
 
 
 def _describe_peak(most: Snapshot) -> str:

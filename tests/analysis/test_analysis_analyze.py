@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from support.finding_cases import CASES
 from support.paths import SHARED
 from support.trace_maker import cpu_run, gpu_run
 from support.wording import wording
@@ -46,6 +47,27 @@ def test_memory_events_speak_where_there_is_no_snapshot(tmp_path):
     made.memory(2000, 1000, 5000, 8192)
     [found] = analyze([made.write(tmp_path)]).facts.traced_memory
     assert (found.peak_bytes, found.reserved_bytes) == (5000, 8192)
+
+
+@pytest.mark.parametrize(
+    ("layout", "size", "named", "confidence"),
+    [
+        ({"pipeline": 2}, 2, True, "low"),
+        ({"expert": 2, "data": 2}, 2, True, "low"),
+        # near misses: ranks that hold the same, and no other rank
+        ({"data": 2}, 2, True, "high"),
+        ({"pipeline": 1}, 1, False, "high"),
+    ],
+)
+def test_memory_of_ranks_that_was_not_read_is_named(tmp_path, layout, size, named, confidence):
+    trigger, _ = CASES["state-kept-whole"]
+    trigger(tmp_path)
+    record = json.loads((tmp_path / "run.json").read_text())
+    record["plan"] |= {"layout": layout, "world": {"rank": 0, "size": size}}
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    report = analyze([tmp_path])
+    assert any("1 rank (1)" in gap for gap in report.facts.gaps) is named
+    assert (report.verdict.bound, report.verdict.confidence) == ("memory", confidence)
 
 
 def test_progress_is_told(tmp_path):
