@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -558,10 +559,10 @@ def multiply_groups(
         counts: How many rows each group has.
     """
     if x_AI.is_cuda and x_AI.dtype == torch.bfloat16:
-        counts_L = torch.tensor(counts, device=x_AI.device)
-        ends_L = counts_L.cumsum(0, dtype=torch.int32)
+        ends_L = torch.tensor(list(accumulate(counts)), dtype=torch.int32)
         weight_LIO = weight_LOI.transpose(1, 2)
-        return F.grouped_mm(x_AI, weight_LIO, offs=ends_L)
+        # copied without waiting for what the GPU computes until now
+        return F.grouped_mm(x_AI, weight_LIO, offs=ends_L.to(x_AI.device, non_blocking=True))
     out_AO: Tensor = _GroupedProduct.apply(x_AI, weight_LOI, counts)  # type: ignore[no-untyped-call]
     return out_AO
 

@@ -6,8 +6,17 @@ import pytest
 import torch
 from support.expert_variants import DEEPSEEK, EXPERT_VARIANTS, PLAIN_EXPERTS, mix
 from support.model_variants import build, tokens
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_lite.model.experts import Routes, count_assignments, drop_beyond_capacity, list_mixtures, sort_by_expert
+from megatron_lite.model.experts import (
+    Routes,
+    count_assignments,
+    drop_beyond_capacity,
+    list_mixtures,
+    multiply_groups,
+    sort_by_expert,
+)
 
 CPU = torch.device("cpu")
 
@@ -62,3 +71,26 @@ def test_an_expert_without_tokens_has_a_gradient_of_zero():
     silent = [number for number, gradient in enumerate(gradients) if not gradient.any()]
     counts = mixture.router.state.tokens_E
     assert silent == [number for number, count in enumerate(counts.tolist()) if count == 0] != []
+
+
+class NotesCopies(TorchDispatchMode):
+    """Notes of each copy to another device whether the host goes on meanwhile."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        named = named or {}
+        if function is torch.ops.aten._to_copy.default and named.get("device", arguments[0].device) != CPU:
+            self.found.append(named.get("non_blocking", False))
+        return function(*arguments, **named)
+
+
+def test_a_gpus_products_of_experts_do_not_keep_the_host_waiting():
+    with FakeTensorMode():
+        rows = torch.empty(16, 8, device="cuda", dtype=torch.bfloat16)
+        weights = torch.empty(2, 24, 8, device="cuda", dtype=torch.bfloat16)
+        with NotesCopies() as copies:
+            assert multiply_groups(rows, weights, [4, 12]).shape == (16, 24)
+    assert copies.found == [True]
