@@ -1,6 +1,6 @@
 """Compares what two commands recorded, and says whether both compute the same."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -13,7 +13,7 @@ from megatron_lite.analysis.equality.check_outputs import STATISTICS_REMEDY, che
 from megatron_lite.analysis.equality.check_random import check_dropout, check_start
 from megatron_lite.analysis.equality.check_shards import name_wrong_order
 from megatron_lite.analysis.equality.check_updates import NormCheck, Updates, compute_norm, find_early_clipping
-from megatron_lite.analysis.equality.compared_parts import ComparedPart, ComparedParts, collect_entries
+from megatron_lite.analysis.equality.compared_parts import ComparedPart, ComparedParts, collect_entries, group_replicas
 from megatron_lite.analysis.equality.facts import LayoutFacts
 from megatron_lite.analysis.equality.fused_parts import split_fused_parts
 from megatron_lite.analysis.equality.gradient_patterns import list_distinct
@@ -401,7 +401,7 @@ def _explain_rest(
         mine = find_weights(
             {name: parts[0].array for name, parts in entries.compared.items()}, local, ranks, 2 * tolerance
         )
-        is_one = all(len(list_distinct(parts)) == 1 for parts in entries.compared.values())
+        is_one = all(_are_one(parts) for parts in entries.compared.values())
         if is_one and theirs is not None and mine is not None and not theirs.is_near(mine):
             return _describe_weights(sides, first, theirs.weights, mine.weights, answer)
     statistics = _list_local_statistics(sides.run)
@@ -418,6 +418,11 @@ def _explain_rest(
             )
         ]
     return found
+
+
+def _are_one(parts: Sequence[ComparedPart]) -> bool:
+    """Whether all ranks have the same part of a gradient."""
+    return len(group_replicas(parts)) == 1 and len(list_distinct(parts)) == 1
 
 
 def _describe_weights(

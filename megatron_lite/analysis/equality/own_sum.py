@@ -69,6 +69,11 @@ class RankWeights:
         return all(abs(weight - other.weights[rank]) <= SAME_WEIGHT for rank, weight in self.weights.items())
 
 
+def _is_known(local: Mapping[int, Array], whole: Array, ranks: Sequence[int]) -> bool:
+    """Whether all ranks have a gradient of their own of one shape."""
+    return all(rank in local and local[rank].shape == whole.shape for rank in ranks)
+
+
 def find_weights(
     target: Mapping[str, Array], local: Mapping[str, Mapping[int, Array]], ranks: Sequence[int], tolerance: float
 ) -> RankWeights | None:
@@ -80,7 +85,7 @@ def find_weights(
         ranks: Ranks whose gradients are added up.
         tolerance: What may be left, as a share of the gradient's norm.
     """
-    names = [name for name in target if all(rank in local.get(name, {}) for rank in ranks)]
+    names = [name for name, whole in target.items() if _is_known(local.get(name, {}), whole, ranks)]
     if not names or len(ranks) > MAX_RANKS_SOLVED:
         return None
     columns = [np.concatenate([local[name][rank].ravel() for name in names]) for rank in ranks]

@@ -95,3 +95,21 @@ def test_blocks_of_which_nothing_tells_the_place_lower_the_confidence():
     report = compare(run, make_run(TRUTH), probe=probe, start=decision.weights)
     assert [one.confidence for one in report.differences] == ["low"]
     assert any(line.startswith("0.weight") for line in report.not_compared)
+
+
+def test_shards_of_a_gradient_that_differ_are_no_sum_of_the_ranks_own():
+    """Each rank has half of the rows of every gradient, and its own gradient as a whole."""
+
+    def plant(drafts):
+        drawn = np.random.default_rng(2)
+        for draft in drafts:
+            for step in draft.steps:
+                for name, part in step.gradients.items():
+                    half = len(part.array) // 2
+                    rows = slice(half * draft.rank, half * (draft.rank + 1))
+                    starts = (half * draft.rank, *(0 for _ in part.array.shape[1:]))
+                    array = part.array[rows] + drawn.normal(size=part.array[rows].shape)
+                    step.gradients[name] = Part(array, part.array.shape, starts, True)
+
+    report = compare(make_run(TRUTH, Layout(data=2), plant), make_run(TRUTH))
+    assert report.differences[0].kind is ErrorKind.UNKNOWN
