@@ -190,6 +190,10 @@ class ModelShape:
         """The hash, which a search's caches ask for many times."""
         return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
+    def __getstate__(self) -> dict[str, object]:
+        """The fields alone: the hash of a text is another one in each process."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
     def split(self, ranks: int, context: int = 1, experts: int = 1, expert_tensor: int | None = None) -> "RankShape":
         """The share of one rank.
 

@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import pickle
+import subprocess
+import sys
 
 import pytest
 from support.command_lines import plan, read, read_table
@@ -183,6 +186,17 @@ def test_evaluations_have_batches_of_their_own():
 def test_a_plan_can_be_written_down():
     written = json.loads(json.dumps(dataclasses.asdict(plan("--profile")), default=str))
     assert written["shape"]["hidden_size"] == 64 and written["args"]["optimizer"]["lr"] == 1e-3
+
+
+def test_an_equal_shape_from_another_process_is_found_in_a_set():
+    """Python hashes texts otherwise in each process."""
+    script = (
+        "import pickle, sys; shape = pickle.load(sys.stdin.buffer); hash(shape); pickle.dump(shape, sys.stdout.buffer)"
+    )
+    shape = plan().rank_shape
+    sent = subprocess.run([sys.executable, "-c", script], input=pickle.dumps(shape), capture_output=True, check=True)
+    received = pickle.loads(sent.stdout)
+    assert received == shape and received in {shape}
 
 
 def test_the_launcher_says_who_one_is():
