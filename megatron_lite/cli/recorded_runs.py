@@ -100,7 +100,9 @@ def _read_accelerate(
     known = (*ACCELERATE_VARIABLES, *ACCELERATE_PLACES)
     unknown = [name for name in options if name not in known and name != "-m"]
     if unknown or counted is None:
-        said = unknown[0] if unknown else "without --num_processes"
+        said = "without --num_processes"
+        if unknown:
+            said = next(word for word in before if word.replace("_", "-").startswith(unknown[0]))
         number = counted or "N"
         raise UserError(
             f"megatron-lite prove: accelerate launch {said} is not read; "

@@ -72,9 +72,15 @@ def test_options_of_accelerate_reach_the_script():
     assert command.environment == {"A": "1", "ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "bf16"}
 
 
-@pytest.mark.parametrize("words", ["accelerate launch --num_processes 2 --use_fsdp a.py", "accelerate launch a.py"])
-def test_what_accelerate_would_configure_is_refused_with_another_command(words):
-    with pytest.raises(UserError, match="torchrun --nproc-per-node . a.py"):
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("accelerate launch --num_processes 2 --use_fsdp a.py", "--use_fsdp"),
+        ("accelerate launch a.py", "--num_processes"),
+    ],
+)
+def test_what_accelerate_would_configure_is_refused_with_another_command(words, named):
+    with pytest.raises(UserError, match=f"{named}.*torchrun --nproc-per-node . a.py"):
         read_command(words.split(), None, {})
 
 
