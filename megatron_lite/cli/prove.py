@@ -126,6 +126,16 @@ def _prove(commands: Commands, recordings: Recordings) -> ProofReport:
             raise
         return _prove_alone(commands, proved, f"one rank did not train: {' '.join(error.lines)}")
     decision = decide_feed(proved, alone)
+    if decision.other_shape is not None:
+        return ProofReport(
+            command=commands.title,
+            reference=commands.reference_title,
+            ranks=commands.proved.ranks,
+            reference_ranks=commands.reference.ranks,
+            differences=(decision.other_shape,),
+            not_compared=("losses, gradients and updates, as weights have other shapes",),
+            coverage=NOTHING_COMPARED,
+        )
     if decision.reason:
         return _prove_alone(commands, proved, f"the reference cannot take the same samples: {decision.reason}")
     feed = _make_feed(decision, proved, recordings.folder)

@@ -12,6 +12,7 @@ from megatron_lite.analysis.equality.proved_run import Array, ProvedRun, list_in
 from megatron_lite.analysis.equality.sliced_samples import name_sliced_samples
 from megatron_lite.analysis.equality.wholes import assemble, assemble_all
 from megatron_lite.formats.prove_record import TensorPart
+from megatron_lite.formats.prove_report import Difference, ErrorKind
 
 SHARDED_ROWS = ("fully_shard", "FullyShardedDataParallel")  # engines that cut weights, not what is computed
 Sample = TypeVar("Sample", str, int)  # the hash of a row, or a loader's index
@@ -163,6 +164,8 @@ class FeedDecision:
     tensors: list[list[Source]] = field(default_factory=list)
     # why it cannot take the same, in a sentence; "": it can
     reason: str = ""
+    # a parameter of another shape, for which there is a reason
+    other_shape: Difference | None = None
 
 
 def decide_feed(run: ProvedRun, reference: ProvedRun) -> FeedDecision:
@@ -180,7 +183,7 @@ def decide_feed(run: ProvedRun, reference: ProvedRun) -> FeedDecision:
     places = place_parameters(run, start, aliases)
     weights, reason = _decide_weights(run, start, places)
     if reason:
-        return FeedDecision(False, reason=reason)
+        return FeedDecision(False, reason=reason, other_shape=find_other_shape(run, start))
     roles = find_roles(run, places, reference)
     own = find_roles(reference, place_parameters(reference, start, aliases))
     if has_same_rows(run, roles, reference, own):
@@ -231,6 +234,33 @@ def _decide_weights(run: ProvedRun, start: dict[str, Array], places: Places) -> 
             return {}, f"the ranks' parts of {name} do not make up the reference's"
         weights[name] = whole.array
     return weights, ""
+
+
+def find_other_shape(run: ProvedRun, start: Mapping[str, Array]) -> Difference | None:
+    """Find a parameter of which the ranks together have another shape than the reference, by what its parts tell.
+
+    Args:
+        run: The records of what is proved.
+        start: The reference's whole weights by name.
+    """
+    for name, array in start.items():
+        for _, rank in sorted(run.ranks.items()):
+            part = find_part(rank.record.weights, name)
+            if part is None or not part.is_placed or tuple(part.whole) == array.shape:
+                continue
+            return Difference(
+                kind=ErrorKind.UNKNOWN,
+                where=name,
+                step=1,
+                evidence=f"{_write_shape(part.whole)} on the ranks, {_write_shape(array.shape)} in the reference: these "
+                "are two models",
+                remedy="give both commands the same sizes, such as a vocabulary that is padded alike",
+            )
+    return None
+
+
+def _write_shape(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape))
 
 
 def find_part(parts: Iterable[TensorPart], name: str) -> TensorPart | None:

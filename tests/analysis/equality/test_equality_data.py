@@ -224,3 +224,21 @@ def test_inputs_with_a_row_of_each_sample_are_laid_together_although_they_are_al
     fed = np.load(tmp_path / "feed.npz")
     shapes = {key: fed[key].shape for key in fed}
     assert shapes == {"inputs/0/0": (4, 5), "inputs/0/1": (4, 5), "inputs/0/2": (5, 5), "targets/0/0": (20,)}
+
+
+def test_weights_of_another_shape_are_two_models():
+    """As of a vocabulary that tensor-parallel ranks pad to another size."""
+
+    def pad(drafts):
+        for draft in drafts:
+            part = draft.weights["4.weight"]
+            part.array = np.concatenate([part.array, part.array])
+            part.whole = part.array.shape
+            part.starts = (0, 0)
+            part.is_placed = True
+
+    found = decide_feed(make_run(TRUTH, Layout(tensor=2), pad), make_run(TRUTH)).other_shape
+    assert found.where == "4.weight"
+    assert "8 x 8" in found.evidence
+    assert "4 x 8" in found.evidence
+    assert decide_feed(make_run(TRUTH, Layout(tensor=2)), make_run(TRUTH)).other_shape is None
