@@ -252,8 +252,8 @@ def find_other_shape(run: ProvedRun, start: Mapping[str, Array]) -> Difference |
                 kind=ErrorKind.UNKNOWN,
                 where=name,
                 step=1,
-                evidence=f"{_write_shape(part.whole)} on the ranks, {_write_shape(array.shape)} in the reference: these "
-                "are two models",
+                evidence=f"{_write_shape(part.whole)} on the ranks, {_write_shape(array.shape)} in the reference: "
+                "these are two models",
                 remedy="give both commands the same sizes, such as a vocabulary that is padded alike",
             )
     return None
