@@ -485,7 +485,7 @@ def _describe_alike(ranks: Sequence[int]) -> str:
     """Name the ranks that come nearly as late as the latest."""
     names = ", ".join(map(str, ranks))
     if len(ranks) > 1:
-        return f"ranks {names} come nearly as late, and hardly waits"
+        return f"ranks {names} come nearly as late, and hardly wait"
     return f"rank {names} comes nearly as late, and hardly waits"
 
 
