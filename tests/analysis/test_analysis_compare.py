@@ -341,6 +341,19 @@ def test_runs_that_were_not_meant_to_compute_the_same_are_not_judged(tmp_path):
     assert compare(a, b).losses is None and compare(a, a).losses.largest == 0.0
 
 
+@pytest.mark.parametrize(("wait_ms", "code"), [(60.0, 3), (0.0, 0)])
+def test_a_baseline_of_a_busy_machine_gates_nothing(tmp_path, wait_ms, code):
+    """A run as long on a quiet machine may be much slower than the baseline would have been there."""
+    spent = {"cpu_ms": 100.0 - wait_ms, "core_wait_ms": wait_ms, "involuntary_switches": int(wait_ms)}
+    times = noisy(100, 0.5, 60, 1)
+    busy = folder(tmp_path / "busy", [step(number, ms, **spent) for number, ms in enumerate(times, 1)])
+    quiet = made_with(tmp_path, "quiet", 100, seed=2)
+    baseline = str(tmp_path / "base.json")
+    assert main(["report", str(busy), "--no-html", "--baseline", baseline]) == 0
+    for before in (str(busy), baseline):
+        assert main(["compare", before, quiet, "--fail-if", "step_ms > +5%"]) == code
+
+
 def test_a_baseline_of_a_watched_script_keeps_its_arguments_to_itself(tmp_path):
     lines = [step(number, 10.0) for number in range(1, 9)]
     run = folder(tmp_path / "run", lines, {**RECORD, "command": ["train.py", "--key", "secret"]})

@@ -54,6 +54,10 @@ def _build_record(run: Run, at: int, number: int) -> StepRecord:
         gpu_ms=_to_known(run.gpu_ms[at]),
         gpu_phases_ms=_take_phases(run.gpu_phases_ms, at),
         peak_memory_bytes=_to_whole(run.peak_memory_bytes[at]),
+        # what of the time is the machine's, that a comparison counts as noise
+        cpu_ms=_to_known(run.cpu_ms[at]),
+        core_wait_ms=_to_known(run.core_wait_ms[at]),
+        involuntary_switches=_to_whole(run.involuntary_switches[at]),
     )
     if not math.isnan(run.losses[at]):
         record.loss = float(run.losses[at])
