@@ -1,6 +1,7 @@
 """Starts the ranks of a training script on this machine, each of which records what it computes."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -34,6 +35,7 @@ TRAINER = ("-m", "megatron_lite")  # the words that start the trainer of this pa
 WAIT_FOR_RANKS_S = 0.05
 TIMEOUT_S = 600.0
 GRACE_S = 10.0
+IMPORT = re.compile(r"^\s*(from|import) megatron_lite\b", re.MULTILINE)
 MAX_LINES_SHOWN = 8
 
 
@@ -117,6 +119,18 @@ def _read_accelerate(
     return RankedCommand(words, counted, variables)
 
 
+def runs_trainer(script: Sequence[str]) -> bool:
+    """Whether a script is this package's trainer, or imports it.
+
+    Args:
+        script: The words behind the interpreter.
+    """
+    if tuple(script[:2]) == TRAINER:
+        return True
+    path = Path(script[0])
+    return path.is_file() and bool(IMPORT.search(path.read_text(errors="replace")))
+
+
 def find_script(words: list[str]) -> int | None:
     """Find where the script, or -m and its module, stands among the words of a command; None where it does not.
 
@@ -165,7 +179,7 @@ def record_run(
     """
     folder.mkdir(parents=True)
     request = ProveRequest(
-        is_own_trainer=command.script[:2] == TRAINER,
+        is_own_trainer=runs_trainer(command.script),
         folder=str(folder),
         steps=limits.steps,
         feed=feed,

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from megatron_lite.cli.recorded_runs import RankedCommand, RunLimits, record_run
+from megatron_lite.cli.recorded_runs import RankedCommand, RunLimits, record_run, runs_trainer
 from megatron_lite.errors import UserError
 from megatron_lite.formats.prove_record import Feed, ProveRecord
 
@@ -40,3 +40,16 @@ def test_the_rank_that_failed_first_is_named(tmp_path):
 def test_a_hang_is_stopped_and_its_ranks_named(tmp_path):
     with pytest.raises(UserError, match="1 .* 2 times after 2 s.*--timeout"):
         record(tmp_path, "write() if rank == 0 else time.sleep(60)", RunLimits(2, timeout_s=2.0))
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("import torch\n  from megatron_lite.app import main", True), ("import megatron_lite_of_others\n", False)],
+)
+def test_scripts_that_import_the_trainer_are_known(tmp_path, text, found):
+    """Its parameters and norms are those of the trainer, wherever main is called."""
+    file = tmp_path / "train.py"
+    file.write_text(text)
+    assert runs_trainer([str(file), "--lr", "1"]) == found
+    assert runs_trainer(["-m", "megatron_lite"])
+    assert not runs_trainer(["-m", "trainer.main"])
