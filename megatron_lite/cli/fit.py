@@ -24,6 +24,7 @@ from megatron_lite.terminal import print_lines
 
 DEFAULT_GPU = "H100"
 TORCHRUN = "torchrun"
+MODULES_OF_TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
 DOES_NOT_FIT = 1  # exit code
 
 
@@ -89,6 +90,8 @@ def _take_script(command: list[str]) -> tuple[list[str], int]:
 
     UserError where torchrun does not say it.
     """
+    if command[1:2] == ["-m"] and command[2:3] and command[2] in MODULES_OF_TORCHRUN:
+        command = [TORCHRUN, *command[3:]]
     if Path(command[0]).name != TORCHRUN:
         return command, 1
     at = next((at for at, word in enumerate(command) if word in ("-m", "--module") or word.endswith(".py")), 0)
