@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron_lite.analysis.equality.fused_parts import BIAS
 from megatron_lite.analysis.equality.measure import Measured, Precision, Rounding, measure_rounding
 from megatron_lite.analysis.equality.placing import Places
 from megatron_lite.analysis.equality.proved_run import Array, ProvedRun
@@ -15,7 +16,6 @@ from megatron_lite.analysis.equality.same_data import Roles
 from megatron_lite.formats.prove_record import ModuleOutput, TensorPart
 
 MAX_PERMUTED = 4  # ranks whose order is tried
-BIAS = "bias"  # last word of its name
 
 
 class Likeness(enum.Enum):
