@@ -375,6 +375,9 @@ class ScriptRecorder:
 
     def _note_outside(self, optimizer: Optimizer) -> None:
         """Record the parameters that no model holds, before their first update."""
+        if self._request.is_own_trainer:
+            # its optimizers update copies of parameters that the replica tells
+            return
         known = set(self._outside)
         for model in self._calls.models:
             known |= {id(held.parameter) for held in self._source.list(model)}

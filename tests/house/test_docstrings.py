@@ -14,6 +14,7 @@ MANY = 3  # parameters: of fewer, names and types say enough
 DONE = (
     "analysis/.",
     "analysis/compare",
+    "analysis/equality",
     "analysis/findings",
     "analysis/kernels",
     "analysis/memory",

@@ -109,6 +109,7 @@ DOCUMENTED = (
     "analysis/time",
     "analysis/trace",
     "analysis/compare",
+    "analysis/equality",
     "analysis/kernels",
     "analysis/run",
     "analysis/.",

@@ -1,4 +1,4 @@
-"""In which order modules are called, and so in which order errors show."""
+"""Reads the order in which modules are called, and so in which errors show."""
 
 from dataclasses import dataclass
 

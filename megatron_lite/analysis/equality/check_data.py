@@ -1,11 +1,12 @@
 """Says whether ranks take samples twice, or never."""
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 
 from megatron_lite.analysis.equality.check_gradients import describe_ranks
 from megatron_lite.analysis.equality.proved_run import ProvedRun, list_indices, list_rows
-from megatron_lite.analysis.equality.same_data import SHARDED_ROWS, Roles
+from megatron_lite.analysis.equality.same_data import Roles
 from megatron_lite.formats.prove_record import LoaderRecord
 from megatron_lite.formats.prove_report import Difference, ErrorKind
 from megatron_lite.units import counted
@@ -33,8 +34,7 @@ def check_data(run: ProvedRun, roles: Roles, probe: ProvedRun | None) -> list[Di
 
 def _check_split_layers(run: ProvedRun, roles: Roles) -> Iterator[Difference]:
     """Find ranks that take samples of their own although each of them computes a part of the layers."""
-    shards_rows = any(word in engine for engine in run.engines for word in SHARDED_ROWS)
-    if not roles.is_cut or not run.steps or (shards_rows and not roles.is_cut_twice):
+    if not roles.is_cut or not run.steps or not roles.splits_layers:
         return
     ranks = [rank for peers in roles.peers for rank in peers]
     takes_own = all(len(peers) == 1 and list_rows(run.ranks[peers[0]], 0) for peers in roles.peers)
@@ -72,13 +72,11 @@ def _check_batch(run: ProvedRun, roles: Roles, probe: ProvedRun | None) -> Itera
     """Find samples that two ranks take in one step, and those of the reference's batch that none takes."""
     if not run.steps or len({rank for peers in roles.peers for rank in peers}) < 2:
         return
-    whole = [frozenset(list_rows(run.ranks[peers[0]], 0)) for peers in roles.peers]
-    mine = Counter(row for peers in roles.peers for row in list_rows(run.ranks[peers[0]], 0))
-    shared = {row for row, _ in mine.items() if sum(row in rows for rows in whole) > 1}
-    theirs: Counter[str] = Counter()
-    if probe is not None and probe.steps:
-        first = probe.ranks[min(probe.ranks)]
-        theirs = Counter(list_rows(first, 0))
+    taken = [list_rows(run.ranks[peers[0]], 0) for peers in roles.peers]
+    mine = Counter(itertools.chain.from_iterable(taken))
+    times = Counter(row for rows in taken for row in set(rows))
+    shared = [row for row, ranks in times.items() if ranks > 1]
+    theirs = _count_rows(probe)
     is_part = bool(theirs) and mine.keys() <= theirs.keys()
     lacking = [row for row in theirs if row not in mine] if is_part else []
     # a row that the reference's batch has several times may be on several ranks
@@ -86,15 +84,8 @@ def _check_batch(run: ProvedRun, roles: Roles, probe: ProvedRun | None) -> Itera
     indices = _find_shared_indices(run, roles)
     if repeated or (shared and indices):
         number = len(repeated) or len(indices)
-        yield Difference(
-            kind=ErrorKind.DATA_TWICE,
-            where="DataLoader" if indices else "",
-            step=1,
-            evidence=f"{counted(number, 'sample')} of the first batch of {sum(mine.values())} on two ranks"
-            + (f", and {len(lacking)} of the reference's on none" if lacking else ""),
-            remedy=SAMPLER_REMEDY if indices else "look at which slice of the batch each rank takes",
-            confidence="high" if lacking or indices else "medium",
-        )
+        evidence = f"{counted(number, 'sample')} of the first batch of {sum(mine.values())} on two ranks"
+        yield _describe_repeated(evidence, len(lacking), bool(indices))
     elif len(lacking) >= max(len(roles.peers), 1):
         yield Difference(
             kind=ErrorKind.DATA_NEVER,
@@ -104,6 +95,29 @@ def _check_batch(run: ProvedRun, roles: Roles, probe: ProvedRun | None) -> Itera
             remedy="look at which slice of the batch each rank takes: together they must be all of it",
             confidence="medium",
         )
+
+
+def _count_rows(probe: ProvedRun | None) -> Counter[str]:
+    """Count how often the reference's first step takes each row."""
+    if probe is None or not probe.steps:
+        return Counter()
+    first = probe.ranks[min(probe.ranks)]
+    return Counter(list_rows(first, 0))
+
+
+def _describe_repeated(evidence: str, lacking: int, has_indices: bool) -> Difference:
+    """Report samples that two ranks take in one step, and how many of the reference's are lacking for them."""
+    if lacking:
+        evidence += f", and {lacking} of the reference's on none"
+    is_certain = bool(lacking) or has_indices
+    return Difference(
+        kind=ErrorKind.DATA_TWICE,
+        where="DataLoader" if has_indices else "",
+        step=1,
+        evidence=evidence,
+        remedy=SAMPLER_REMEDY if has_indices else "look at which slice of the batch each rank takes",
+        confidence="high" if is_certain else "medium",
+    )
 
 
 def _find_shared_indices(run: ProvedRun, roles: Roles) -> set[int]:

@@ -19,7 +19,7 @@ EXACT = 2e-3  # relative: a ratio that is this near to a size of the layout come
 
 @dataclass(frozen=True)
 class _Case:
-    """What all judgments of a step's gradients are made of."""
+    """A step's gradients, as all judgments of them need them."""
 
     shown: dict[str, Shown]
     order: CallOrder

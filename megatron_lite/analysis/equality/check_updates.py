@@ -23,6 +23,7 @@ LARGE_GRADIENT = 30.0
 # times the share of a gradient that is rounding may be that of an update
 ROUNDING_OF_UPDATE = 4.0
 LEAST_UPDATE_TOLERANCE = 1e-3
+ROUNDED_WEIGHTS = 4  # times a weight is rounded between two updates
 # above which nothing can be said of an update
 MOST_UPDATE_TOLERANCE = 0.2
 OWN_NORM = 1e-2  # relative: a norm this near to that of the rank's own gradients is theirs
@@ -60,16 +61,16 @@ class NormCheck:
 
     @property
     def tolerance(self) -> float:
-        """What two norms may differ by."""
+        """The relative difference that two norms may have."""
         return self.precision.most
 
     def read_norms(self) -> dict[int, float]:
-        """What clip_grad_norm_ returned on each rank."""
+        """The norms that clip_grad_norm_ returned, by rank."""
         steps = self.run.list_steps(self.step)
         return {rank: step.clipping.norm for rank, step in steps.items() if step.clipping is not None}
 
     def read_reference(self) -> float | None:
-        """What clip_grad_norm_ returned in the reference."""
+        """The norm that clip_grad_norm_ returned in the reference."""
         if self.reference is None:
             return None
         first = self.reference.ranks[min(self.reference.ranks)].record.steps[self.step]
@@ -162,7 +163,7 @@ def find_early_clipping(
 
     Args:
         run: The records of what is proved.
-        entries: Its gradients beside the reference's.
+        entries: The gradients beside the reference's.
         found: What these seem to show.
         step: Number of the step, from 0.
     """
@@ -205,7 +206,7 @@ class UpdateResult:
 
 @dataclass(frozen=True)
 class Updates:
-    """What a step's update changed, on both sides."""
+    """The changes of a step's update, on both sides."""
 
     # weights after it beside the reference's
     after: ComparedParts
@@ -251,24 +252,29 @@ class Updates:
         if gradient is None or gradient.shape != entry.whole.shape:
             return None
         is_large = np.abs(gradient[block]) > LARGE_GRADIENT * self.rounding.get_noise(gradient, name)
-        norm = float(np.linalg.norm(theirs[is_large]))
-        weights = float(np.linalg.norm(entry.reference[is_large]))
+        norm = _compute_norm(theirs, is_large)
         if not norm:
             return None
-        epsilon = EPSILONS.get(self.dtypes.get(name, "").removeprefix("torch."), EPSILONS["float32"])
-        tolerance = max(
-            LEAST_UPDATE_TOLERANCE,
-            ROUNDING_OF_UPDATE * self.rounding.allow(name),
-            4 * epsilon * weights / norm,
-        )
+        tolerance = self._allow(name, _compute_norm(entry.reference, is_large) / norm)
         other = self.perturbed.get(name)
         if other is not None and other.shape == entry.whole.shape:
-            tolerance = max(tolerance, SAFETY * float(np.linalg.norm((other[block] - theirs)[is_large])) / norm)
+            tolerance = max(tolerance, SAFETY * _compute_norm(other[block] - theirs, is_large) / norm)
         if tolerance > MOST_UPDATE_TOLERANCE:
             return None
-        error = float(np.linalg.norm((mine - theirs)[is_large])) / norm
+        error = _compute_norm(mine - theirs, is_large) / norm
         ratio = float((mine * theirs)[is_large].sum()) / norm**2
         return _Update(entry.rank, error, tolerance, ratio, not mine.any())
+
+    def _allow(self, name: str, weights: float) -> float:
+        """Compute what rounding may make of an update of weights that are so many times as large."""
+        dtype = self.dtypes.get(name, "").removeprefix("torch.")
+        epsilon = EPSILONS.get(dtype, EPSILONS["float32"])
+        from_gradient = ROUNDING_OF_UPDATE * self.rounding.allow(name)
+        return max(LEAST_UPDATE_TOLERANCE, from_gradient, ROUNDED_WEIGHTS * epsilon * weights)
+
+
+def _compute_norm(array: Array, chosen: Array) -> float:
+    return float(np.linalg.norm(array[chosen]))
 
 
 @dataclass(frozen=True)

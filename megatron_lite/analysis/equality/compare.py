@@ -40,7 +40,7 @@ MAX_NAMED_PARAMETERS_LEFT = 3  # parameters that a line on what was not compared
 
 @dataclass
 class _Answer:
-    """What was found so far."""
+    """The parts of the answer that were found so far."""
 
     rows: list[ComparedRow] = field(default_factory=list)
     differences: list[Difference] = field(default_factory=list)
@@ -171,7 +171,7 @@ def compare_with_own_sum(run: ProvedRun, command: str = "") -> ProofReport:
 
 
 def _list_notes(run: ProvedRun) -> list[str]:
-    """What ran, and what was not recorded."""
+    """List what ran, and what was not recorded."""
     notes = [note for rank in run.ranks.values() for note in rank.record.notes]
     if run.engines:
         notes.append(f"what brought ranks together: {', '.join(run.engines)}")

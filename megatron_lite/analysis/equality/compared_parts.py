@@ -82,33 +82,44 @@ def collect_entries(
         for part in list_parts(record):
             given[rank, part.name] = part
     arrays = _read_arrays(run, given, places)
-    for (rank, own_name), place in places.found.items():
+    for key, place in places.found.items():
         whole = wholes.get(place.name)
         is_empty = 0 in place.shape
-        if (rank, own_name) not in arrays and whole is not None and not is_empty and whole.any():
-            entries.lacking.setdefault(place.name, []).append(rank)
+        if key not in arrays and whole is not None and not is_empty and whole.any():
+            entries.lacking.setdefault(place.name, []).append(key[0])
     for (rank, own_name), (part, array) in arrays.items():
         # a rank may have parts of the gradient of a parameter that it has as a whole
         own_place = places.found.get((rank, own_name)) or places.found.get((rank, get_parameter_name(own_name)))
         if own_place is None:
             continue
-        place = own_place
-        whole = wholes.get(place.name)
         if part.is_partial:
             entries.adding_ranks.add(rank)
-        if whole is None:
-            if array.any():
-                entries.surplus.setdefault(place.name, []).append(rank)
-            continue
-        located = _locate(part, array, place, whole)
-        block = None if located is None else select_block(whole, located.starts, array.shape)
-        if located is None or block is None:
-            entries.unfit.append(place.name)
-            continue
-        measured = rounding.measure(array, block, place.name)
-        entry = ComparedPart(rank, own_name, located, array, block, whole, measured)
-        entries.compared.setdefault(place.name, []).append(entry)
+        whole = wholes.get(own_place.name)
+        if whole is not None:
+            _add_part(entries, rank, part, array, own_place, whole, rounding)
+        elif array.any():
+            entries.surplus.setdefault(own_place.name, []).append(rank)
     return entries
+
+
+def _add_part(
+    entries: ComparedParts,
+    rank: int,
+    part: TensorPart,
+    array: Array,
+    place: Place,
+    whole: Array,
+    rounding: Rounding,
+) -> None:
+    """Lay a part beside the reference's block; one that does not lie within the whole is noted."""
+    located = _locate(part, array, place, whole)
+    block = None if located is None else select_block(whole, located.starts, array.shape)
+    if located is None or block is None:
+        entries.unfit.append(place.name)
+        return
+    measured = rounding.measure(array, block, place.name)
+    entry = ComparedPart(rank, part.name, located, array, block, whole, measured)
+    entries.compared.setdefault(place.name, []).append(entry)
 
 
 def _read_arrays(

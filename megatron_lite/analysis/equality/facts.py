@@ -1,4 +1,4 @@
-"""What both runs are, as far as figures can be explained by it."""
+"""Reads the sizes of both runs by which figures can be explained."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,7 +23,13 @@ class LayoutFacts:
 
     @staticmethod
     def read(run: ProvedRun, roles: Roles, reference: ProvedRun | None) -> "LayoutFacts":
-        """Read them from the first step."""
+        """Read them from the first step.
+
+        Args:
+            run: The records of what is proved.
+            roles: What its ranks do alike.
+            reference: The records of the reference; None where there is none.
+        """
         return LayoutFacts(
             ranks=run.world,
             data_ranks=len(roles.data_ranks),
@@ -56,7 +62,7 @@ class LayoutFacts:
         return " and ".join(f"{round(size)} {name}" for name in named)
 
     def explain(self, size: float, tolerance: float) -> list[str]:
-        """What of the layout has a size."""
+        """List what of the layout has a size."""
         return [name for name, own in self.list_sizes().items() if abs(own - size) <= tolerance * own]
 
 

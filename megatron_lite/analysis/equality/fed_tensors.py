@@ -57,7 +57,7 @@ def write_fed_tensors(run: ProvedRun, micro_batches: Sequence[Sequence[Source]],
     Args:
         run: The records that hold them.
         micro_batches: What each of the reference's is made of.
-        path: Of the file.
+        path: Path of the file.
     """
     arrays = {}
     for number, sources in enumerate(micro_batches):

@@ -1,4 +1,4 @@
-"""What ranks' gradients of one parameter are of the gradient that they should be."""
+"""Tells what ranks' gradients of one parameter are of the gradient that they should be."""
 
 import enum
 from collections.abc import Sequence
@@ -70,7 +70,13 @@ class Shown:
 
 
 def is_same_ratio(one: float, other: float, tolerance: float = 0.0) -> bool:
-    """Whether two ratios are the same but for rounding."""
+    """Whether two ratios are the same but for rounding.
+
+    Args:
+        one: A ratio of a tensor to what it should be.
+        other: Another such ratio.
+        tolerance: Relative difference that rounding makes; more is allowed where that is very small.
+    """
     return abs(one - other) <= max(SAME_RATIO, 2 * tolerance) * max(abs(one), abs(other))
 
 

@@ -23,7 +23,7 @@ EXPLAINED_BY_RATIO = 0.3
 
 @dataclass(frozen=True)
 class Precision:
-    """What numbers of a dtype may differ by when sums are in another order, as shares of a tensor's norm."""
+    """Differences of a dtype's numbers whose sums are in another order, as shares of a tensor's norm."""
 
     name: str
     # always allowed, where another rounding was measured and where not
@@ -99,7 +99,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Rounding:
-    """What rounding allows for the tensors of a kind, such as the gradients of a step."""
+    """Tolerances for the tensors of a kind, such as the gradients of a step."""
 
     precision: Precision
     # root of the mean square of all numbers of the reference
@@ -126,13 +126,13 @@ class Rounding:
         return max(min(max(self.precision.least * self.factor, SAFETY * seen), MOST_LATER), SAFETY / 4 * seen)
 
     def _allow_ratio(self, rest: float, norm: float, count: int) -> float:
-        """What rounding may make of a ratio: what is left beside it, over the root of how many numbers there are."""
+        """Compute the error that rounding may make of a ratio: the rest beside it, over the root of the count."""
         if not norm or not count:
             return 1.0
         return max(self.precision.ratio, RATIO_SAFETY * rest / (norm * float(np.sqrt(count))))
 
     def get_noise(self, reference: Array, name: str) -> float:
-        """What rounding may make of one number of a tensor.
+        """Compute the error that rounding may make of one number of a tensor.
 
         Args:
             reference: The tensor.
@@ -188,7 +188,7 @@ def measure_rounding(
     Args:
         precision: The coarsest dtype of the runs.
         reference: The reference's wholes by name.
-        perturbed: The same of a run with weights that differ by rounding; None where there is none.
+        perturbed: Wholes of a run with weights that differ by rounding; None where there is none.
         factor: Times as much is allowed, as behind an update.
     """
     squares = sum(float(np.square(array).sum()) for array in reference.values())

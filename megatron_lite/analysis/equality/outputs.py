@@ -19,7 +19,7 @@ MAX_PERMUTED = 4  # ranks whose order is tried
 
 
 class Likeness(enum.Enum):
-    """What a module's output is of the reference's."""
+    """Names what a module's output is of the reference's."""
 
     EQUAL = enum.auto()
     # only the sum over ranks is the reference's
@@ -90,7 +90,13 @@ class OutputMatcher:
     biases: Mapping[str, Array]
 
     def list_rows(self, run: ProvedRun, rank: int, micro_batch: int) -> tuple[object, ...]:
-        """What tells the samples of a micro-batch in the first step."""
+        """List what tells the samples of a micro-batch in the first step apart.
+
+        Args:
+            run: The records of either side.
+            rank: A rank of it.
+            micro_batch: Number of the micro-batch, from 0.
+        """
         batches = run.ranks[rank].record.steps[0].micro_batches
         if micro_batch >= len(batches):
             return ()
@@ -234,7 +240,7 @@ def _list_peers(mine: dict[int, list[_Returned]], matcher: OutputMatcher) -> Ite
 
 @dataclass(frozen=True)
 class _Result:
-    """What an output of ranks with the same samples is of the reference's."""
+    """An output of ranks with the same samples, as it is of the reference's."""
 
     likeness: Likeness
     measured: Measured | None = None

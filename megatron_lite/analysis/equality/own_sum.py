@@ -1,4 +1,4 @@
-"""What the gradient should be by the ranks' own gradients alone: their mean over the data-parallel ranks."""
+"""Compares gradients with the mean of the ranks' own ones, which plain data parallelism makes of them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -48,7 +48,13 @@ def collect_own_sums(run: ProvedRun, places: Places, roles: Roles, rounding: Rou
 
 
 def read_local_gradients(run: ProvedRun, places: Places, step: int) -> dict[str, dict[int, Array]]:
-    """Read what autograd alone added up, by the parameter's name and rank, where ranks hold the whole parameter."""
+    """Read what autograd alone added up, by the parameter's name and rank, where ranks hold the whole parameter.
+
+    Args:
+        run: The records of the ranks.
+        places: What their parameters are of the whole.
+        step: Number of the step, from 0.
+    """
     found: dict[str, dict[int, Array]] = {}
     for (rank, own_name), place in places.found.items():
         part = find_part(run.ranks[rank].record.steps[step].local_gradients, own_name)
@@ -60,7 +66,7 @@ def read_local_gradients(run: ProvedRun, places: Places, step: int) -> dict[str,
 
 @dataclass(frozen=True)
 class RankWeights:
-    """By which weights the ranks' own gradients add up to a gradient."""
+    """Weights by which the ranks' own gradients add up to a gradient."""
 
     weights: dict[int, float]
 

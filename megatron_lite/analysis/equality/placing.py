@@ -15,7 +15,7 @@ SAME_START = 1e-6  # relative: weights that differ by less are the same
 
 @dataclass(frozen=True)
 class Place:
-    """What a rank's parameter is of the reference."""
+    """The name and the block of the reference that a rank's parameter is."""
 
     # the parameter's name in the reference
     name: str
@@ -238,7 +238,7 @@ class _Shift:
 
 
 def _find_shift(mine: list[str], other: list[str]) -> tuple[int, int] | None:
-    """Which number in a name was raised, and by how much; None where more differs."""
+    """Find the number in a name that was raised, and by how much; None where more differs."""
     if len(mine) != len(other):
         return None
     differing = [at for at, (one, two) in enumerate(zip(mine, other)) if one != two]

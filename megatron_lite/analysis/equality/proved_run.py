@@ -20,7 +20,7 @@ PART_MARK = " ["  # in the names of parts that a rank has of one parameter: "wei
 
 @dataclass(frozen=True)
 class RankRun:
-    """What a rank recorded, and its tensors by key."""
+    """The record of a rank, and its tensors by key."""
 
     record: ProveRecord
     tensors: Mapping[str, Array]
@@ -34,7 +34,7 @@ class RankRun:
 
 @dataclass(frozen=True)
 class ProvedRun:
-    """What a command's ranks recorded."""
+    """The records of a command's ranks."""
 
     # by rank, without those whose records are missing or damaged
     ranks: dict[int, RankRun]

@@ -21,7 +21,7 @@ MIN_COMMON = 0.5  # of their parameters: ranks that have fewer in common are of 
 
 @dataclass(frozen=True)
 class Roles:
-    """Which ranks do the same, and which do not."""
+    """Groups of ranks that do the same."""
 
     # ranks of each pipeline stage, in order
     stages: list[list[int]]
@@ -31,8 +31,8 @@ class Roles:
     is_cut: bool
     # whether ranks take parts of the same samples each, such as pieces of sequences
     is_context: bool = False
-    # whether weights are cut in two dimensions, by ranks that split layers and by ranks that shard weights
-    is_cut_twice: bool = False
+    # whether weights show that ranks split single layers, and not only shard weights or hold some of the experts
+    splits_layers: bool = False
 
     @property
     def data_ranks(self) -> list[int]:
@@ -71,7 +71,7 @@ def find_roles(run: ProvedRun, places: Places, reference: ProvedRun | None = Non
         peers=by_index if is_context and not run.has_slices else by_rows,
         is_cut=_is_cut(run, places),
         is_context=is_context or run.has_slices,
-        is_cut_twice=any(len(_find_cut_dims(place.whole, place.shape)) > 1 for place in places.found.values()),
+        splits_layers=_splits_layers(run, places),
     )
 
 
@@ -136,6 +136,15 @@ def _is_cut(run: ProvedRun, places: Places) -> bool:
     return any(cuts) and not is_row_sharded
 
 
+def _splits_layers(run: ProvedRun, places: Places) -> bool:
+    """Whether a weight is cut in another dimension than that of rows, or of experts; where ranks shard weights, too,
+    whether one is cut in two dimensions."""
+    cuts = [_find_cut_dims(place.whole, place.shape) for place in places.found.values()]
+    if any(word in engine for engine in run.engines for word in SHARDED_ROWS):
+        return any(len(cut) > 1 for cut in cuts)
+    return any(cut - {0} for cut in cuts)
+
+
 def _are_placed(run: ProvedRun) -> bool:
     return all(part.is_placed for rank in run.ranks.values() for part in rank.record.weights)
 
@@ -151,7 +160,7 @@ def _find_cut_dims(whole: Sequence[int], shape: Sequence[int]) -> set[int]:
 
 @dataclass(frozen=True)
 class FeedDecision:
-    """What a reference is to take from the run that it is laid beside, so that both train on the same."""
+    """The samples and weights that a reference is to take from a run, so that both train on the same."""
 
     # whether it takes the same samples by itself
     has_same_data: bool
@@ -336,7 +345,7 @@ class _Chunks:
         return _Chunks(ranks, each * steps, len(ranks) * each // needed)
 
     def list_sources(self, micro_batches: int | None = None) -> list[list[Source]]:
-        """What each micro-batch of the reference is made of: the first of every rank, then the second."""
+        """List what each micro-batch of the reference is made of: the first of every rank, then the second."""
         numbers = range(self.micro_batches if micro_batches is None else micro_batches)
         sources = [Source(rank, number) for number in numbers for rank in self.ranks]
         return [list(group) for group in _cut(sources, self.together)]

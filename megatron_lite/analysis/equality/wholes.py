@@ -13,7 +13,7 @@ from megatron_lite.formats.prove_record import TensorPart
 
 @dataclass(frozen=True)
 class Assembled:
-    """A whole tensor."""
+    """A whole tensor that was put together."""
 
     array: Array
     # largest difference between replicas, relative to the largest number of one
@@ -21,7 +21,13 @@ class Assembled:
 
 
 def select_block(whole: Array, starts: Sequence[int], shape: Sequence[int]) -> Array | None:
-    """Take a block out of a whole; None where it does not lie within."""
+    """Take a block out of a whole; None where it does not lie within.
+
+    Args:
+        whole: The tensor.
+        starts: Where the block begins in each dimension.
+        shape: Shape of the block.
+    """
     if len(starts) != whole.ndim or len(shape) != whole.ndim:
         return None
     if any(start < 0 or start + length > room for start, length, room in zip(starts, shape, whole.shape)):

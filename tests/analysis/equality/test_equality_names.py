@@ -187,3 +187,20 @@ def test_a_module_of_which_a_stage_has_a_part_returns_another_output():
 
     report = compare(make_run(TRUTH, Layout(pipeline=True), plant), make_run(TRUTH, None, give_decoder, seed=2))
     assert "the model" not in [one.where for one in report.differences]
+
+
+def test_ranks_with_some_of_the_experts_in_one_weight_take_samples_of_their_own():
+    """Experts lie one behind the other in a weight, of which each rank has a block of rows."""
+    layout = Layout(data=2)
+
+    def plant(drafts):
+        for draft in drafts:
+            for parts in (draft.weights, *(each for step in draft.steps for each in (step.gradients, step.after))):
+                array = parts["2.weight"].array
+                half = array[4 * draft.rank : 4 * draft.rank + 4]
+                parts["2.weight"] = Part(half, array.shape, (4 * draft.rank, 0), True)
+            for step in draft.steps:
+                del step.local["2.weight"]
+
+    report = compare(make_run(TRUTH, layout, plant, has_clipping=False), make_run(TRUTH, has_clipping=False))
+    assert (report.differences, report.coverage) == ((), "whole")
