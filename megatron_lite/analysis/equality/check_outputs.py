@@ -39,6 +39,9 @@ def find_first_error(outputs: Sequence[ComparedOutput]) -> int | None:
     Args:
         outputs: Outputs beside the reference's, in the order of the calls.
     """
+    # what the whole model returns comes from all others
+    if any(output.key.module == "" and output.likeness is Likeness.EQUAL for output in outputs):
+        return None
     best = None
     score = sum(output.likeness in RIGHT for output in outputs)
     most = score + 1

@@ -528,3 +528,24 @@ def test_ranks_that_clip_before_gradients_are_brought_together():
 
     report = prove(LAYOUTS["data"], plant)
     assert find_kind(report) is ErrorKind.LOCAL_NORM and len(report.differences) == 1
+
+
+def test_a_forward_whose_result_is_right_has_no_error():
+    """Parts of sequences may lie otherwise than was thought, in all modules but the model itself."""
+
+    def give_result(drafts):
+        for draft in drafts:
+            last = [output for output in draft.outputs if output.module == "4"]
+            draft.outputs += [replace(output, module="", class_name="Model") for output in last]
+
+    def plant(drafts):
+        give_result(drafts)
+        drawn = np.random.default_rng(4)
+        for draft in drafts:
+            for output in draft.outputs:
+                if output.module:
+                    output.part = Part(drawn.normal(size=output.part.array.shape))
+        keep_local({"3.weight"})(drafts)
+
+    report = compare(make_run(TRUTH, LAYOUTS["data"], plant), make_run(TRUTH, None, give_result, seed=2))
+    assert [(one.kind, one.where) for one in report.differences] == [(ErrorKind.MISSING_REDUCTION, "3.weight")]
