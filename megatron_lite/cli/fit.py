@@ -4,13 +4,13 @@ import argparse
 import dataclasses
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from megatron_lite.cli.batch_systems import Job
-from megatron_lite.cli.launcher import count_ranks
 from megatron_lite.cli.parser import Parser, write_json
+from megatron_lite.cli.recorded_runs import ACCELERATE, TORCHRUN, find_script, read_command
 from megatron_lite.errors import UserError
 from megatron_lite.formats.fit_record import FitRecord
 from megatron_lite.formats.hardware import Processor
@@ -23,8 +23,8 @@ from megatron_lite.report.text import get_style
 from megatron_lite.terminal import print_lines
 
 DEFAULT_GPU = "H100"
-TORCHRUN = "torchrun"
-MODULES_OF_TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
+PROGRAM = "megatron-lite fit"
+LAUNCHERS = (*TORCHRUN, *ACCELERATE)
 DOES_NOT_FIT = 1  # exit code
 
 
@@ -40,34 +40,58 @@ def run(argv: list[str]) -> int:
     options, command = _read_options(argv)
     processors = [] if options.cpu else _list_processors(options.gpu or [DEFAULT_GPU])
     command, ranks = _take_script(command)
-    walker = Walker(tuple(command), processors[0] if processors else None, ranks)
     line = LiveLine()
     began = time.monotonic()
     line.draw(f"{' '.join(command)} ...")
-    walked: dict[int, FitRecord] = {}
-    if ranks > 1:
-        walked = walker.walk_kinds_of_ranks(line.draw, quiet=not options.output)
-        walker = _choose_worst_rank(walker, walked)
-        record = walked[walker.rank]
-    if ranks == 1 or options.snapshot:
-        record = walker.walk(quiet=not options.output, snapshot=options.snapshot or "")
-    line.wipe()
-    if record.failure:
-        raise UserError(f"megatron-lite fit: {record.failure}")
+    walker = Walker(tuple(command), processors[0] if processors else None, ranks)
+    found = _walk(walker, options, line)
     seconds = time.monotonic() - began
     largest = None
     why_no_batch = ""
     changes: tuple[WalkedChange, ...] = ()
     if processors and not options.quick:
-        largest, why_no_batch = walker.find_largest_batch(record, line.draw)
-        changes = walker.walk_changes(record, line.draw)
+        largest, why_no_batch = found.walker.find_largest_batch(found.record, line.draw)
+        changes = found.walker.walk_changes(found.record, line.draw)
         line.wipe()
-    rooms = tuple(GpuRoom(processor, record.reserved_peak_bytes) for processor in processors)
-    peaks = {rank: found.reserved_peak_bytes for rank, found in walked.items()}
-    report = FitReport(" ".join(command), record, rooms, largest, why_no_batch, changes, seconds, ranks, peaks)
+    rooms = tuple(GpuRoom(processor, found.record.reserved_peak_bytes) for processor in processors)
+    report = FitReport(
+        " ".join(command), found.record, rooms, largest, why_no_batch, changes, seconds, ranks, found.peaks
+    )
     written = write_json(options.json, msgspec.to_builtins(report))
     print_lines([*fit_lines(report, get_style(sys.stdout)), *written])
     return 0 if all(room.fits for room in rooms) else DOES_NOT_FIT
+
+
+@dataclass(frozen=True)
+class WalkedRank:
+    """The walk of the rank that holds most.
+
+    Attributes:
+        walker: Walks that rank.
+        record: What it holds.
+        peaks: Bytes that each walked rank reserves; {}: there is one rank.
+    """
+
+    walker: Walker
+    record: FitRecord
+    peaks: dict[int, int]
+
+
+def _walk(walker: Walker, options: argparse.Namespace, line: LiveLine) -> WalkedRank:
+    """Walk the script, on each kind of rank where there are several. UserError where it cannot be walked."""
+    quiet = not options.output
+    walked: dict[int, FitRecord] = {}
+    if walker.ranks > 1:
+        walked = walker.walk_kinds_of_ranks(line.draw, quiet=quiet)
+        walker = _choose_worst_rank(walker, walked)
+        record = walked[walker.rank]
+    if walker.ranks == 1 or options.snapshot:
+        record = walker.walk(quiet=quiet, snapshot=options.snapshot or "")
+    line.wipe()
+    if record.failure:
+        raise UserError(f"{PROGRAM}: {record.failure}")
+    peaks = {rank: found.reserved_peak_bytes for rank, found in walked.items()}
+    return WalkedRank(walker, record, peaks)
 
 
 def _choose_worst_rank(walker: Walker, walked: dict[int, FitRecord]) -> Walker:
@@ -86,19 +110,14 @@ def _choose_worst_rank(walker: Walker, walked: dict[int, FitRecord]) -> Walker:
 
 
 def _take_script(command: list[str]) -> tuple[list[str], int]:
-    """Replace torchrun by the command of a rank. Returns it and the number of ranks.
+    """Replace a launcher by the command of a rank. Returns it and the number of ranks.
 
-    UserError where torchrun does not say it.
+    UserError where the launcher does not say it.
     """
-    if command[1:2] == ["-m"] and command[2:3] and command[2] in MODULES_OF_TORCHRUN:
-        command = [TORCHRUN, *command[3:]]
-    if Path(command[0]).name != TORCHRUN:
+    if not any(Path(word).name in LAUNCHERS for word in command[: find_script(command)]):
         return command, 1
-    at = next((at for at, word in enumerate(command) if word in ("-m", "--module") or word.endswith(".py")), 0)
-    ranks = count_ranks(command[:at], Job()).size
-    if not at or ranks is None:
-        raise UserError("megatron-lite fit: torchrun does not say how many ranks run which script; give both.")
-    return [sys.executable, *command[at:]], ranks
+    launched = read_command(command, None, {}, PROGRAM)
+    return [sys.executable, *launched.script], launched.ranks
 
 
 def _list_processors(names: list[str]) -> list[Processor]:

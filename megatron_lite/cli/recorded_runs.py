@@ -31,6 +31,7 @@ ACCELERATE_VARIABLES = {
 }
 # others that only say where ranks run
 ACCELERATE_PLACES = ("--num-processes", "--multi-gpu", "--main-process-port", "--num-cpu-threads-per-process")
+PROGRAM_OF_PROOFS = "megatron-lite prove"
 TRAINER = ("-m", "megatron_lite")  # the words that start the trainer of this package
 WAIT_FOR_RANKS_S = 0.05
 TIMEOUT_S = 600.0
@@ -65,36 +66,39 @@ class RankedCommand:
         return f"{' '.join(self.script)} on {self.ranks} {'rank' if self.ranks == 1 else 'ranks'}"
 
 
-def read_command(words: list[str], ranks: int | None, environment: Mapping[str, str]) -> RankedCommand:
+def read_command(
+    words: list[str], ranks: int | None, environment: Mapping[str, str], program: str = PROGRAM_OF_PROOFS
+) -> RankedCommand:
     """Read the words of a launch command.
 
     Args:
         words: torchrun or python, with a script and its arguments.
         ranks: How many; None: as many as torchrun's options say.
         environment: Variables that the ranks get.
+        program: The command of this package that is to run it, for messages.
 
     Raises:
         UserError: They do not say which script, or how many ranks, run.
     """
     begin = find_script(words)
     if begin is None:
-        raise UserError(f"megatron-lite prove: {' '.join(words)} names no script; give torchrun ... train.py.")
+        raise UserError(f"{program}: {' '.join(words)} names no script; give torchrun ... train.py.")
     before = words[:begin]
     if any(Path(word).name in ACCELERATE for word in before):
-        return _read_accelerate(before, tuple(words[begin:]), ranks, environment)
+        return _read_accelerate(before, tuple(words[begin:]), ranks, environment, program)
     starts_one = not any(Path(word).name in TORCHRUN for word in before)
     counted = 1 if starts_one and ranks is None else ranks
     if counted is None:
         counted = count_ranks(before, Job()).size
     if counted is None:
-        raise UserError("megatron-lite prove: torchrun does not say how many ranks run; give --ranks N.")
+        raise UserError(f"{program}: torchrun does not say how many ranks run; give --nproc-per-node N.")
     if counted < 1:
         raise UserError(f"--ranks {counted}: must be at least 1.")
     return RankedCommand(tuple(words[begin:]), counted, environment)
 
 
 def _read_accelerate(
-    before: list[str], script: tuple[str, ...], ranks: int | None, environment: Mapping[str, str]
+    before: list[str], script: tuple[str, ...], ranks: int | None, environment: Mapping[str, str], program: str
 ) -> RankedCommand:
     """Read the words of Accelerate's launcher, which gives its options to the script by variables."""
     options = read_options(before)
@@ -107,7 +111,7 @@ def _read_accelerate(
             said = next(word for word in before if word.replace("_", "-").startswith(unknown[0]))
         number = counted or "N"
         raise UserError(
-            f"megatron-lite prove: accelerate launch {said} is not read; "
+            f"{program}: accelerate launch {said} is not read; "
             f"give torchrun --nproc-per-node {number} {' '.join(script)}."
         )
     variables = dict(environment)

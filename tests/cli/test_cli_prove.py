@@ -86,7 +86,10 @@ def test_what_accelerate_would_configure_is_refused_with_another_command(words, 
 
 @pytest.mark.parametrize(
     ("words", "ranks", "named"),
-    [("torchrun --nproc-per-node 2", None, "torchrun"), ("torchrun --nproc-per-node gpu train.py", None, "--ranks")],
+    [
+        ("torchrun --nproc-per-node 2", None, "torchrun"),
+        ("torchrun --nproc-per-node gpu train.py", None, "--nproc-per-node N"),
+    ],
 )
 def test_commands_that_say_too_little_are_refused(words, ranks, named):
     with pytest.raises(UserError, match=named):
