@@ -30,6 +30,16 @@ class Likeness(enum.Enum):
     UNMATCHED = enum.auto()
 
 
+# of the results of several ranks and micro-batches, the last of these counts
+LEAST_TELLING_FIRST = (
+    Likeness.UNMATCHED,
+    Likeness.EQUAL,
+    Likeness.PARTIAL,
+    Likeness.PERMUTED,
+    Likeness.DIFFERS,
+)
+
+
 @dataclass(frozen=True)
 class OutputKey:
     """A tensor that a module returned."""
@@ -101,14 +111,20 @@ class OutputMatcher:
         if micro_batch >= len(batches):
             return ()
         batch = batches[micro_batch]
-        return batch.indices if self.roles.is_context and not self.run.has_slices else batch.rows
+        # the rows of ranks that split sequences are pieces of samples, unless they were named by their whole samples
+        if self.roles.is_context and not self.run.has_slices:
+            return batch.indices
+        return batch.rows
 
     def find_counterpart(self, rank: int) -> int | None:
         """The rank of the first stage that handles the same samples."""
         first = sorted(rank for group in self.roles.peers for rank in group)
         for stage in self.roles.stages:
-            if rank in stage:
-                return first[stage.index(rank)] if len(stage) == len(first) else None
+            if rank not in stage:
+                continue
+            if len(stage) != len(first):
+                return None
+            return first[stage.index(rank)]
         return None
 
 
@@ -132,24 +148,50 @@ def compare_outputs(
         precision: The coarsest dtype of both.
         start: The weights with which both began, by name.
     """
-    theirs = _index_outputs(reference, min(reference.ranks), {})
-    wholes = {str(key): _join(values) for key, values in theirs.items()}
+    first = min(reference.ranks)
+    theirs = _index_outputs(reference, first, {})
+    wholes = _join_all(theirs)
     other = None
     if perturbed is not None and perturbed.ranks:
         found = _index_outputs(perturbed, min(perturbed.ranks), {})
-        other = {str(key): _join(values) for key, values in found.items()}
-    # an output is judged by its own size, whatever that of others is
-    rounding = replace(measure_rounding(precision, wholes, other), usual=0.0)
-    matcher = OutputMatcher(run, roles, reference, rounding, _list_biases(start))
-    aliases = reference.ranks[min(reference.ranks)].record.aliases
+        other = _join_all(found)
+    rounding = measure_rounding(precision, wholes, other)
+    matcher = OutputMatcher(
+        run=run,
+        roles=roles,
+        reference=reference,
+        # an output is judged by its own size, whatever that of others is
+        rounding=replace(rounding, usual=0.0),
+        biases=_list_biases(start),
+    )
+    aliases = reference.ranks[first].record.aliases
     mine: dict[OutputKey, dict[int, list[_Returned]]] = defaultdict(dict)
     for rank in run.ranks:
-        held = {place.name for (owner, _), place in places.found.items() if owner == rank}
-        absent = [name for name in start if name not in held] if len(roles.stages) > 1 else []
-        for key, values in _index_outputs(run, rank, _learn_modules(places, rank, aliases)).items():
+        absent = _list_absent(places, rank, start) if len(roles.stages) > 1 else []
+        modules = _learn_modules(places, rank, aliases)
+        returned = _index_outputs(run, rank, modules)
+        for key, values in returned.items():
             if not _is_within(absent, key.module):
                 mine[key][rank] = values
-    return [_compare_key(key, mine[key], values, matcher) for key, values in theirs.items() if key in mine]
+    compared = []
+    for key, values in theirs.items():
+        if key in mine:
+            compared.append(_compare_key(key, mine[key], values, matcher))
+    return compared
+
+
+def _join_all(found: Mapping[OutputKey, list[_Returned]]) -> dict[str, Array]:
+    """Join what each tensor was in all micro-batches."""
+    return {str(key): _join(values) for key, values in found.items()}
+
+
+def _list_absent(places: Places, rank: int, start: Mapping[str, Array]) -> list[str]:
+    """List the reference's parameters that a rank does not have."""
+    held = set()
+    for (owner, _), place in places.found.items():
+        if owner == rank:
+            held.add(place.name)
+    return [name for name in start if name not in held]
 
 
 def _list_biases(start: Mapping[str, Array]) -> dict[str, Array]:
@@ -164,7 +206,11 @@ def _list_biases(start: Mapping[str, Array]) -> dict[str, Array]:
 
 def _is_within(names: Sequence[str], module: str) -> bool:
     """Whether a parameter is one of a module, which a stage without it has only in part."""
-    return any(not module or name.startswith(f"{module}.") for name in names)
+    # all are within the model itself, which has no name
+    if not module:
+        return bool(names)
+    prefix = f"{module}."
+    return any(name.startswith(prefix) for name in names)
 
 
 def _learn_modules(places: Places, rank: int, aliases: Mapping[str, str]) -> dict[str, str]:
@@ -187,12 +233,16 @@ def _index_outputs(run: ProvedRun, rank: int, modules: dict[str, str]) -> dict[O
         if modules and output.module not in modules:
             continue
         module = modules.get(output.module, output.module)
-        call = calls[module, output.micro_batch]
-        calls[module, output.micro_batch] += 1
+        place = (module, output.micro_batch)
+        call = calls[place]
+        calls[place] += 1
         for number, part in enumerate(output.parts):
             array = own.read(part)
-            if array is not None:
-                found[OutputKey(module, call, number)].append(_Returned(output, part, array))
+            if array is None:
+                continue
+            key = OutputKey(module, call, number)
+            returned = _Returned(output, part, array)
+            found[key].append(returned)
     return dict(found)
 
 
@@ -204,26 +254,31 @@ def _compare_key(
     key: OutputKey, mine: dict[int, list[_Returned]], theirs: list[_Returned], matcher: OutputMatcher
 ) -> ComparedOutput:
     """Compare one tensor over all ranks and micro-batches; the worst of them counts."""
-    results = [
-        _compare_peers(key, [mine[rank][number] for rank in peers], peers, theirs, matcher)
-        for peers, number in _list_peers(mine, matcher)
-    ]
+    results = []
+    for peers, number in _list_peers(mine, matcher):
+        values = [mine[rank][number] for rank in peers]
+        result = _compare_peers(key, values, peers, theirs, matcher)
+        results.append(result)
     outputs = [value.output for values in mine.values() for value in values]
-    unmatched = _Result(Likeness.UNMATCHED)
-    worst = max(results, key=lambda result: _rank_likeness(result.likeness, result.measured), default=unmatched)
+    worst = max(
+        results,
+        key=_rank_result,
+        default=_Result(Likeness.UNMATCHED),
+    )
     return ComparedOutput(
-        key,
-        outputs[0].class_name,
-        any(output.has_local_statistics for output in outputs),
-        worst.likeness,
-        worst.measured,
-        worst.made_of,
+        key=key,
+        class_name=outputs[0].class_name,
+        has_local_statistics=any(output.has_local_statistics for output in outputs),
+        likeness=worst.likeness,
+        measured=worst.measured,
+        made_of=worst.made_of,
     )
 
 
-def _rank_likeness(likeness: Likeness, measured: Measured | None) -> tuple[int, float]:
-    order = (Likeness.UNMATCHED, Likeness.EQUAL, Likeness.PARTIAL, Likeness.PERMUTED, Likeness.DIFFERS)
-    return order.index(likeness), 0.0 if measured is None else measured.error
+def _rank_result(result: "_Result") -> tuple[int, float]:
+    """A key that is largest for the worst result."""
+    error = 0.0 if result.measured is None else result.measured.error
+    return LEAST_TELLING_FIRST.index(result.likeness), error
 
 
 def _list_peers(mine: dict[int, list[_Returned]], matcher: OutputMatcher) -> Iterator[tuple[list[int], int]]:
@@ -231,10 +286,13 @@ def _list_peers(mine: dict[int, list[_Returned]], matcher: OutputMatcher) -> Ite
     groups: dict[int, list[int]] = defaultdict(list)
     for rank in sorted(mine):
         counterpart = matcher.find_counterpart(rank)
-        if counterpart is not None:
-            groups[matcher.roles.find_peers(counterpart)[0]].append(rank)
+        if counterpart is None:
+            continue
+        leader = matcher.roles.find_peers(counterpart)[0]
+        groups[leader].append(rank)
     for peers in groups.values():
-        for number in range(min(len(mine[rank]) for rank in peers)):
+        shared = min(len(mine[rank]) for rank in peers)
+        for number in range(shared):
             yield peers, number
 
 
@@ -253,52 +311,78 @@ def _compare_peers(
     """Compare what ranks with the same samples returned."""
     micro_batch = values[0].output.micro_batch
     counterpart = matcher.find_counterpart(peers[0])
-    rows = () if counterpart is None else matcher.list_rows(matcher.run, counterpart, micro_batch)
+    rows: tuple[object, ...] = ()
+    if counterpart is not None:
+        rows = matcher.list_rows(matcher.run, counterpart, micro_batch)
+    bias = matcher.biases.get(key.module)
+    array = values[0].array
     best = _Result(Likeness.UNMATCHED)
-    for expected in _list_expected(rows, values[0].array.shape, theirs, matcher):
+    for expected in _list_expected(rows, array.shape, theirs, matcher):
         likeness, measured = _lay_beside(str(key), values, expected, matcher.rounding)
         if likeness is Likeness.EQUAL:
             return _Result(likeness, measured)
-        if likeness is not Likeness.UNMATCHED and best.measured is None:
-            bias = matcher.biases.get(key.module)
-            made_of = None if bias is None else _find_multiples(values[0].array, expected, bias, measured)
-            best = _Result(likeness, measured, made_of)
+        if likeness is Likeness.UNMATCHED or best.measured is not None:
+            continue
+        made_of = None
+        if bias is not None:
+            made_of = _find_multiples(array, expected, bias, measured)
+        best = _Result(likeness, measured, made_of)
     return best
 
 
 def _find_multiples(array: Array, expected: Array, bias: Array, measured: Measured | None) -> MadeOf | None:
     """Find how often an output has the product of a module, and how often its bias; None where it is made otherwise."""
-    if measured is None or array.shape != expected.shape or expected.shape[-1:] != bias.shape:
+    if measured is None or array.shape != expected.shape:
+        return None
+    if expected.shape[-1:] != bias.shape:
         return None
     added = np.broadcast_to(bias, expected.shape).ravel()
-    terms = np.stack([expected.ravel() - added, added], axis=1)
+    product = expected.ravel() - added
+    terms = np.stack([product, added], axis=1)
     if not np.isfinite(terms).all() or not np.isfinite(array).all():
         return None
-    solution, _, rank, _ = np.linalg.lstsq(terms, array.ravel(), rcond=None)
-    rest = np.linalg.norm(terms @ solution - array.ravel())
-    if rank < terms.shape[1] or rest > measured.tolerance * np.linalg.norm(array):
+    numbers = array.ravel()
+    solution, _, rank, _ = np.linalg.lstsq(terms, numbers, rcond=None)
+    # with a bias that is a multiple of the product, nothing tells how much of each there is
+    if rank < terms.shape[1]:
         return None
-    return MadeOf(float(solution[0]), float(solution[1]))
+    rest = np.linalg.norm(terms @ solution - numbers)
+    if rest > measured.tolerance * np.linalg.norm(array):
+        return None
+    return MadeOf(
+        product=float(solution[0]),
+        bias=float(solution[1]),
+    )
 
 
 def _list_expected(
     rows: tuple[object, ...], shape: tuple[int, ...], theirs: list[_Returned], matcher: OutputMatcher
 ) -> Iterator[Array]:
     """List what a micro-batch's output may be in the reference, most likely first."""
-    rank = min(matcher.reference.ranks)
-    known = [matcher.list_rows(matcher.reference, rank, value.output.micro_batch) for value in theirs]
     if not rows:
         return
-    for value, own in zip(theirs, known):
+    rank = min(matcher.reference.ranks)
+    known = []
+    for value in theirs:
+        own = matcher.list_rows(matcher.reference, rank, value.output.micro_batch)
         if own == rows:
             yield value.array
             return
-    where = {row: (at, number) for at, own in enumerate(known) for number, row in enumerate(own)}
+        known.append(own)
+    where = {}
+    for at, own in enumerate(known):
+        for number, row in enumerate(own):
+            where[row] = (at, number)
     if any(row not in where for row in rows):
         return
-    for axis in range(len(shape)):
-        gathered = _gather_rows([where[row] for row in rows], axis, theirs, [len(own) for own in known])
-        if gathered is not None and gathered.ndim == len(shape) and gathered.shape[axis] == shape[axis]:
+    wanted = [where[row] for row in rows]
+    counts = [len(own) for own in known]
+    # nothing tells which dimension is that of the samples
+    for axis, room in enumerate(shape):
+        gathered = _gather_rows(wanted, axis, theirs, counts)
+        if gathered is None or gathered.ndim != len(shape):
+            continue
+        if gathered.shape[axis] == room:
             yield gathered
 
 
@@ -309,10 +393,16 @@ def _gather_rows(
     pieces = []
     for at, number in rows:
         array = theirs[at].array
-        if axis >= array.ndim or not counts[at] or array.shape[axis] % counts[at]:
+        count = counts[at]
+        if axis >= array.ndim or not count:
             return None
-        each = array.shape[axis] // counts[at]
-        pieces.append(np.take(array, range(number * each, (number + 1) * each), axis=axis))
+        room = array.shape[axis]
+        if room % count:
+            return None
+        each = room // count
+        begin = number * each
+        piece = np.take(array, range(begin, begin + each), axis=axis)
+        pieces.append(piece)
     try:
         return np.concatenate(pieces, axis=axis)
     except ValueError:
@@ -324,38 +414,60 @@ def _lay_beside(
 ) -> tuple[Likeness, Measured | None]:
     """Compare what peers returned with what they should, together or each."""
     arrays = [value.array for value in values]
-    if any(value.part.is_partial for value in values):
-        return (
-            _judge(rounding.measure(np.sum(arrays, axis=0), expected, name)) if _fits(arrays, expected) else UNMATCHED
-        )
+    is_partial = any(value.part.is_partial for value in values)
     if _fits(arrays, expected):
-        worst = max((rounding.measure(array, expected, name) for array in arrays), key=lambda one: one.error)
-        if worst.differs and len(arrays) > 1:
-            total = rounding.measure(np.sum(arrays, axis=0), expected, name)
-            if not total.differs:
-                return Likeness.PARTIAL, worst
-        return _judge(worst)
-    dim = _find_split(arrays, expected.shape)
+        if is_partial:
+            total = np.sum(arrays, axis=0)
+            return _judge(rounding.measure(total, expected, name))
+        return _judge_copies(name, arrays, expected, rounding)
+    dim = None if is_partial else _find_split(arrays, expected.shape)
     if dim is None:
         return UNMATCHED
-    measured = rounding.measure(np.concatenate(arrays, axis=dim), expected, name)
-    if not measured.differs:
-        return Likeness.EQUAL, measured
-    zigzag = _join_zigzag(arrays, dim)
-    if zigzag is not None and not rounding.measure(zigzag, expected, name).differs:
-        return Likeness.EQUAL, rounding.measure(zigzag, expected, name)
-    if len(arrays) <= MAX_PERMUTED:
-        for order in itertools.permutations(arrays):
-            if not rounding.measure(np.concatenate(order, axis=dim), expected, name).differs:
-                return Likeness.PERMUTED, measured
-    return Likeness.DIFFERS, measured
+    return _judge_pieces(name, arrays, dim, expected, rounding)
 
 
 UNMATCHED: tuple[Likeness, Measured | None] = (Likeness.UNMATCHED, None)
 
 
 def _judge(measured: Measured) -> tuple[Likeness, Measured | None]:
-    return (Likeness.DIFFERS if measured.differs else Likeness.EQUAL), measured
+    likeness = Likeness.DIFFERS if measured.differs else Likeness.EQUAL
+    return likeness, measured
+
+
+def _judge_copies(
+    name: str, arrays: Sequence[Array], expected: Array, rounding: Rounding
+) -> tuple[Likeness, Measured | None]:
+    """Compare arrays that each should be the whole; they may be terms of it instead."""
+    measured = [rounding.measure(array, expected, name) for array in arrays]
+    worst = max(measured, key=lambda one: one.error)
+    if worst.differs and len(arrays) > 1:
+        total = np.sum(arrays, axis=0)
+        if not rounding.measure(total, expected, name).differs:
+            return Likeness.PARTIAL, worst
+    return _judge(worst)
+
+
+def _judge_pieces(
+    name: str, arrays: Sequence[Array], dim: int, expected: Array, rounding: Rounding
+) -> tuple[Likeness, Measured | None]:
+    """Compare arrays that should be the whole when they are joined along a dimension."""
+    joined = np.concatenate(arrays, axis=dim)
+    measured = rounding.measure(joined, expected, name)
+    if not measured.differs:
+        return Likeness.EQUAL, measured
+    zigzag = _join_zigzag(arrays, dim)
+    if zigzag is not None:
+        of_zigzag = rounding.measure(zigzag, expected, name)
+        if not of_zigzag.differs:
+            return Likeness.EQUAL, of_zigzag
+    # the number of orders grows too fast to try those of many ranks
+    if len(arrays) > MAX_PERMUTED:
+        return Likeness.DIFFERS, measured
+    for order in itertools.permutations(arrays):
+        permuted = np.concatenate(order, axis=dim)
+        if not rounding.measure(permuted, expected, name).differs:
+            return Likeness.PERMUTED, measured
+    return Likeness.DIFFERS, measured
 
 
 def _fits(arrays: Sequence[Array], expected: Array) -> bool:
@@ -366,15 +478,27 @@ def _find_split(arrays: Sequence[Array], whole: tuple[int, ...]) -> int | None:
     """The dimension in which ranks' arrays together have the whole's length; None for none or several."""
     if any(array.ndim != len(whole) for array in arrays):
         return None
-    cut = [dim for dim, room in enumerate(whole) if any(array.shape[dim] != room for array in arrays)]
-    if len(cut) != 1 or sum(array.shape[cut[0]] for array in arrays) != whole[cut[0]]:
+    cut = []
+    for dim, room in enumerate(whole):
+        if any(array.shape[dim] != room for array in arrays):
+            cut.append(dim)
+    if len(cut) != 1:
         return None
-    return cut[0]
+    found = cut[0]
+    length = sum(array.shape[found] for array in arrays)
+    return found if length == whole[found] else None
 
 
 def _join_zigzag(arrays: Sequence[Array], dim: int) -> Array | None:
     """Join pieces of sequences of which rank r has piece r from the front and piece r from the back."""
     if any(array.shape[dim] % 2 for array in arrays):
         return None
-    halves = [np.split(array, 2, axis=dim) for array in arrays]
-    return np.concatenate([half[0] for half in halves] + [half[1] for half in reversed(halves)], axis=dim)
+    front = []
+    back = []
+    for array in arrays:
+        first, last = np.split(array, 2, axis=dim)
+        front.append(first)
+        back.append(last)
+    # the last rank's pieces meet in the middle
+    back.reverse()
+    return np.concatenate([*front, *back], axis=dim)
