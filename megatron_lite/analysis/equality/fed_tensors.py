@@ -30,25 +30,54 @@ def find_misfit(run: ProvedRun, reference: ProvedRun, micro_batches: Sequence[Se
     own = reference.ranks[min(reference.ranks)].tensors
     for sources in micro_batches:
         for place in _list_places(run, FED_INPUTS, sources[0]):
+            # of the first forward, whose shapes stand for those of all
+            whole = own.get(_make_key(FED_INPUTS, 0, place))
             pieces = [_read(run, FED_INPUTS, source, place) for source in sources]
-            shapes = {None if piece is None else piece.shape[1:] for piece in pieces}
-            if len(shapes) > 1 or None in shapes:
-                return "samples of the ranks have other shapes than each other"
-            whole = own.get(f"{FED_INPUTS}/0/{place}")
-            if whole is not None and _is_slice(shapes.pop() or (), whole.shape[1:]):
-                return "the ranks' samples are as long as a slice of the reference's, and are none"
+            reason = _find_other_shapes(pieces, whole)
+            if reason:
+                return reason
     return ""
 
 
+def _find_other_shapes(pieces: Sequence[Array | None], whole: Array | None) -> str:
+    """Say why the ranks' pieces of one input cannot stand for the reference's; "": they can.
+
+    Args:
+        pieces: Of each rank; None where it has none.
+        whole: The reference's own input; None where it has none.
+    """
+    shapes = set()
+    for piece in pieces:
+        shapes.add(None if piece is None else piece.shape[1:])
+    if len(shapes) > 1 or None in shapes:
+        return "samples of the ranks have other shapes than each other"
+    if whole is None:
+        return ""
+    shape = shapes.pop() or ()
+    if _is_slice(shape, whole.shape[1:]):
+        return "the ranks' samples are as long as a slice of the reference's, and are none"
+    return ""
+
+
+def _make_key(kind: str, micro_batch: int, place: str) -> str:
+    """The name of a tensor in a record and in a feed."""
+    return f"{kind}/{micro_batch}/{place}"
+
+
 def _read(run: ProvedRun, kind: str, source: Source, place: str) -> Array | None:
-    return run.ranks[source.rank].tensors.get(f"{kind}/{source.micro_batch}/{place}")
+    tensors = run.ranks[source.rank].tensors
+    return tensors.get(_make_key(kind, source.micro_batch, place))
 
 
 def _is_slice(shape: Sequence[int], whole: Sequence[int]) -> bool:
     """Whether samples of one shape may be equal slices of those of the other."""
-    if len(shape) != len(whole) or not shape or not shape[0] or shape[0] == whole[0]:
+    if not shape or len(shape) != len(whole):
         return False
-    return shape[1:] == whole[1:] and whole[0] % shape[0] == 0
+    length = shape[0]
+    room = whole[0]
+    if length in (0, room):
+        return False
+    return room % length == 0 and shape[1:] == whole[1:]
 
 
 def write_fed_tensors(run: ProvedRun, micro_batches: Sequence[Sequence[Source]], path: Path) -> None:
@@ -59,33 +88,56 @@ def write_fed_tensors(run: ProvedRun, micro_batches: Sequence[Sequence[Source]],
         micro_batches: What each of the reference's is made of.
         path: Path of the file.
     """
-    arrays = {}
+    arrays: dict[str, Array] = {}
     for number, sources in enumerate(micro_batches):
-        for kind in (FED_INPUTS, FED_TARGETS):
-            for place in _list_places(run, kind, sources[0]):
-                pieces = [run.ranks[source.rank].tensors[f"{kind}/{source.micro_batch}/{place}"] for source in sources]
-                samples = _count_samples(run, sources[0]) if kind == FED_INPUTS else None
-                is_shared = _is_shared(pieces, samples)
-                arrays[f"{kind}/{number}/{place}"] = pieces[0] if is_shared else np.concatenate(pieces)
+        samples = _count_samples(run, sources[0])
+        for place in _list_places(run, FED_INPUTS, sources[0]):
+            key = _make_key(FED_INPUTS, number, place)
+            arrays[key] = _join(_read_all(run, FED_INPUTS, sources, place), samples)
+        for place in _list_places(run, FED_TARGETS, sources[0]):
+            key = _make_key(FED_TARGETS, number, place)
+            arrays[key] = _join(_read_all(run, FED_TARGETS, sources, place), None)
     np.savez(path, **arrays)  # type: ignore[arg-type]
+
+
+def _read_all(run: ProvedRun, kind: str, sources: Sequence[Source], place: str) -> list[Array]:
+    """Read one tensor of every source, all of which have it."""
+    pieces = []
+    for source in sources:
+        tensors = run.ranks[source.rank].tensors
+        pieces.append(tensors[_make_key(kind, source.micro_batch, place)])
+    return pieces
+
+
+def _join(pieces: list[Array], samples: int | None) -> Array:
+    """Lay the pieces of ranks one behind the other, or take the first of what they share; see _is_shared."""
+    if _is_shared(pieces, samples):
+        return pieces[0]
+    return np.concatenate(pieces)
 
 
 def _list_places(run: ProvedRun, kind: str, source: Source) -> list[str]:
     """List the tensors of a micro-batch."""
-    begin = f"{kind}/{source.micro_batch}/"
-    return [key.removeprefix(begin) for key in run.ranks[source.rank].tensors if key.startswith(begin)]
+    begin = _make_key(kind, source.micro_batch, "")
+    tensors = run.ranks[source.rank].tensors
+    return [key.removeprefix(begin) for key in tensors if key.startswith(begin)]
 
 
 def _count_samples(run: ProvedRun, source: Source) -> int:
     """Count the samples of a micro-batch: the rows of its first input that has any; 0 where none has."""
-    pieces = (_read(run, FED_INPUTS, source, place) for place in _list_places(run, FED_INPUTS, source))
-    return next((len(piece) for piece in pieces if piece is not None and piece.ndim), 0)
+    for place in _list_places(run, FED_INPUTS, source):
+        piece = _read(run, FED_INPUTS, source, place)
+        if piece is not None and piece.ndim:
+            return len(piece)
+    return 0
 
 
 def _is_shared(pieces: list[Array], samples: int | None) -> bool:
     """Whether one tensor is that of all samples, such as a mask of positions: the same on all ranks, and without a row
     of each of a number of samples; None: each rank has its own."""
     first = pieces[0]
-    if not first.ndim or samples is None:
-        return not first.ndim
-    return len(first) != samples and all(np.array_equal(piece, first) for piece in pieces[1:])
+    if not first.ndim:
+        return True
+    if samples is None or len(first) == samples:
+        return False
+    return all(np.array_equal(piece, first) for piece in pieces[1:])

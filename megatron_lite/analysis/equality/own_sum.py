@@ -8,11 +8,12 @@ import numpy as np
 from megatron_lite.analysis.equality.compared_parts import ComparedPart, ComparedParts
 from megatron_lite.analysis.equality.measure import Rounding
 from megatron_lite.analysis.equality.placing import Places
-from megatron_lite.analysis.equality.proved_run import Array, ProvedRun
+from megatron_lite.analysis.equality.proved_run import Array, Parts, ProvedRun, RankRun
 from megatron_lite.analysis.equality.same_data import Roles, find_part
 
 SAME_WEIGHT = 1e-3  # weights of a rank that are nearer than this are one
 MAX_RANKS_SOLVED = 16  # whose weights in a sum are looked for
+SMALLEST_SINGULAR = 1e-6  # beside the largest singular value: gradients of ranks that are nearer depend on each other
 
 
 def collect_own_sums(run: ProvedRun, places: Places, roles: Roles, rounding: Rounding, step: int) -> ComparedParts:
@@ -30,21 +31,35 @@ def collect_own_sums(run: ProvedRun, places: Places, roles: Roles, rounding: Rou
     entries = ComparedParts()
     if roles.is_cut or len(roles.stages) > 1:
         return entries
+    groups = places.group()
     for name, local in read_local_gradients(run, places, step).items():
         if len(local) != len(run.ranks):
             continue
         expected = np.mean(list(local.values()), axis=0)
-        for (rank, own_name), place in places.found.items():
-            if place.name != name:
-                continue
-            part = find_part(run.ranks[rank].record.steps[step].gradients, own_name)
-            array = None if part is None else run.ranks[rank].read(part)
+        for rank, own_name, place in groups[name]:
+            own = run.ranks[rank]
+            array = _read_part(own, own.record.steps[step].gradients, own_name)
             if array is None or array.shape != expected.shape:
                 continue
-            measured = rounding.measure(array, expected, name)
-            entry = ComparedPart(rank, own_name, place, array, expected, expected, measured)
+            entry = ComparedPart(
+                rank=rank,
+                own_name=own_name,
+                place=place,
+                array=array,
+                reference=expected,
+                whole=expected,
+                measured=rounding.measure(array, expected, name),
+            )
             entries.compared.setdefault(name, []).append(entry)
     return entries
+
+
+def _read_part(rank: RankRun, parts: Parts, name: str) -> Array | None:
+    """Read a rank's part of a name; None where it has none."""
+    part = find_part(parts, name)
+    if part is None:
+        return None
+    return rank.read(part)
 
 
 def read_local_gradients(run: ProvedRun, places: Places, step: int) -> dict[str, dict[int, Array]]:
@@ -57,10 +72,13 @@ def read_local_gradients(run: ProvedRun, places: Places, step: int) -> dict[str,
     """
     found: dict[str, dict[int, Array]] = {}
     for (rank, own_name), place in places.found.items():
-        part = find_part(run.ranks[rank].record.steps[step].local_gradients, own_name)
-        array = None if part is None else run.ranks[rank].read(part)
-        if array is not None and place.is_whole and array.shape == place.whole:
-            found.setdefault(place.name, {})[rank] = array
+        own = run.ranks[rank]
+        array = _read_part(own, own.record.steps[step].local_gradients, own_name)
+        if array is None:
+            continue
+        if place.is_whole and array.shape == place.whole:
+            of_ranks = found.setdefault(place.name, {})
+            of_ranks[rank] = array
     return found
 
 
@@ -72,12 +90,18 @@ class RankWeights:
 
     def is_near(self, other: "RankWeights") -> bool:
         """Whether each rank weighs the same as in another sum."""
-        return all(abs(weight - other.weights[rank]) <= SAME_WEIGHT for rank, weight in self.weights.items())
+        for rank, weight in self.weights.items():
+            if abs(weight - other.weights[rank]) > SAME_WEIGHT:
+                return False
+        return True
 
 
 def _is_known(local: Mapping[int, Array], whole: Array, ranks: Sequence[int]) -> bool:
     """Whether all ranks have a gradient of their own of one shape."""
-    return all(rank in local and local[rank].shape == whole.shape for rank in ranks)
+    for rank in ranks:
+        if rank not in local or local[rank].shape != whole.shape:
+            return False
+    return True
 
 
 def find_weights(
@@ -91,18 +115,38 @@ def find_weights(
         ranks: Ranks whose gradients are added up.
         tolerance: What may be left, as a share of the gradient's norm.
     """
+    if len(ranks) > MAX_RANKS_SOLVED:
+        return None
     names = [name for name, whole in target.items() if _is_known(local.get(name, {}), whole, ranks)]
-    if not names or len(ranks) > MAX_RANKS_SOLVED:
+    if not names:
         return None
-    columns = [np.concatenate([local[name][rank].ravel() for name in names]) for rank in ranks]
-    right = np.concatenate([target[name].ravel() for name in names])
-    if not np.isfinite(right).all() or not all(np.isfinite(column).all() for column in columns):
+    right = _join(target, names)
+    matrix = _stack_columns(local, names, ranks)
+    if not np.isfinite(right).all() or not np.isfinite(matrix).all():
         return None
-    matrix = np.stack(columns, axis=1)
-    if matrix.shape[0] < 2 * len(ranks):
+    # with fewer numbers than that, weights may fit by chance
+    if len(right) < 2 * len(ranks):
         return None
-    solution, _, rank, _ = np.linalg.lstsq(matrix, right, rcond=1e-6)
+    solution, _, independent, _ = np.linalg.lstsq(matrix, right, rcond=SMALLEST_SINGULAR)
+    if independent < len(ranks):
+        return None
     rest = np.linalg.norm(matrix @ solution - right)
-    if rank < len(ranks) or rest > tolerance * np.linalg.norm(right):
+    if rest > tolerance * np.linalg.norm(right):
         return None
-    return RankWeights({number: float(weight) for number, weight in zip(ranks, solution)})
+    weights = map(float, solution)
+    return RankWeights(dict(zip(ranks, weights)))
+
+
+def _stack_columns(local: Mapping[str, Mapping[int, Array]], names: Sequence[str], ranks: Sequence[int]) -> Array:
+    """Build a matrix with the own gradients of a rank in each column."""
+    columns = []
+    for rank in ranks:
+        own = {name: local[name][rank] for name in names}
+        columns.append(_join(own, names))
+    return np.stack(columns, axis=1)
+
+
+def _join(arrays: Mapping[str, Array], names: Sequence[str]) -> Array:
+    """Lay the numbers of several tensors one behind the other."""
+    flat = [arrays[name].ravel() for name in names]
+    return np.concatenate(flat)

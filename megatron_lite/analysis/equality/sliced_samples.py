@@ -1,7 +1,7 @@
 """Recognizes ranks that take a slice of each of the reference's sequences, as context parallelism deals them out."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -26,15 +26,21 @@ class _Slices:
         """Add the slices of a sample: equal chunks, or a chunk from the front and its mirror image from the back."""
         count = len(sample) // self.length
         chunks = np.split(sample, count)
+        contents = {chunk.tobytes() for chunk in chunks}
         if self.length % 2 == 0:
             halves = np.split(sample, 2 * count)
-            chunks += [np.concatenate([halves[rank], halves[-1 - rank]]) for rank in range(count)]
-        for content in {chunk.tobytes() for chunk in chunks}:
+            for front, back in zip(halves[:count], reversed(halves)):
+                mirrored = np.concatenate([front, back])
+                contents.add(mirrored.tobytes())
+        for content in contents:
             self.found[content].append(name)
 
     def find(self, piece: Array) -> str:
         """Find the sample that a slice is cut from; "" where it is of none."""
-        return next(iter(self.found.get(piece.tobytes(), ())), "")
+        names = self.found.get(piece.tobytes())
+        if not names:
+            return ""
+        return names[0]
 
 
 def name_sliced_samples(run: ProvedRun, reference: ProvedRun) -> ProvedRun:
@@ -50,59 +56,95 @@ def name_sliced_samples(run: ProvedRun, reference: ProvedRun) -> ProvedRun:
     if not run.ranks or not reference.ranks:
         return run
     whole = reference.ranks[min(reference.ranks)]
-    renamed = {}
+    common = min(run.steps, reference.steps)
+    ranks = dict(run.ranks)
+    has_slices = False
     for number, rank in run.ranks.items():
-        if not any(_has_inputs(rank, step) for step in range(run.steps)):
-            renamed[number] = rank
+        if not _has_inputs(rank, run.steps):
             continue
-        steps = _name_steps(rank, whole, min(run.steps, reference.steps))
+        steps = _name_steps(rank, whole, common)
         if steps is None:
             return run
-        renamed[number] = RankRun(msgspec.structs.replace(rank.record, steps=steps), rank.tensors)
-    is_any = any(renamed[number] is not rank for number, rank in run.ranks.items())
-    return replace(run, ranks=renamed, has_slices=True) if is_any else run
+        record = msgspec.structs.replace(rank.record, steps=steps)
+        ranks[number] = RankRun(record, rank.tensors)
+        has_slices = True
+    if not has_slices:
+        return run
+    return replace(run, ranks=ranks, has_slices=True)
 
 
-def _has_inputs(rank: RankRun, step: int) -> bool:
-    return any(array is not None for array in _list_inputs(rank, step))
+def _has_inputs(rank: RankRun, steps: int) -> bool:
+    """Whether any forward of a rank's first steps took a batch of sequences."""
+    for step in range(steps):
+        inputs = _list_inputs(rank, step)
+        if any(array is not None for array in inputs):
+            return True
+    return False
 
 
 def _list_inputs(rank: RankRun, step: int) -> Iterator[Array | None]:
     """List the first input of each forward in a step; None where it is no batch of sequences."""
     steps = rank.record.steps
     begin = sum(len(earlier.micro_batches) for earlier in steps[:step])
-    for number in range(len(steps[step].micro_batches)):
-        key = f"{FED_INPUTS}/{begin + number}/0"
-        array = np.asarray(rank.tensors[key], dtype=np.float64) if key in rank.tensors else None
-        yield array if array is not None and array.ndim > SLICED_DIM else None
+    end = begin + len(steps[step].micro_batches)
+    for number in range(begin, end):
+        yield _read_input(rank, f"{FED_INPUTS}/{number}/0")
+
+
+def _read_input(rank: RankRun, key: str) -> Array | None:
+    if key not in rank.tensors:
+        return None
+    array = np.asarray(rank.tensors[key], dtype=np.float64)
+    if array.ndim <= SLICED_DIM:
+        return None
+    return array
 
 
 def _name_steps(rank: RankRun, whole: RankRun, steps: int) -> tuple[ProvedStep, ...] | None:
     """Name the samples of a rank's steps; None where they are no slices of the reference's."""
     named = list(rank.record.steps)
-    for step in range(steps):
-        own = list(_list_inputs(rank, step))
-        first = next((array for array in own if array is not None), None)
-        slices = None if first is None else _cut_reference(whole, step, first.shape[SLICED_DIM])
+    for number in range(steps):
+        inputs = list(_list_inputs(rank, number))
+        slices = _cut_as(inputs, whole, number)
         if slices is None:
             return None
-        batches = []
-        for batch, array in zip(named[step].micro_batches, own):
-            rows = () if array is None else tuple(slices.find(piece) for piece in array)
-            if not rows or not all(rows):
-                return None
-            batches.append(msgspec.structs.replace(batch, rows=rows))
-        named[step] = msgspec.structs.replace(named[step], micro_batches=tuple(batches))
+        step = _name_step(named[number], inputs, slices)
+        if step is None:
+            return None
+        named[number] = step
     return tuple(named)
+
+
+def _name_step(step: ProvedStep, inputs: Sequence[Array | None], slices: _Slices) -> ProvedStep | None:
+    """Name the samples of one step; None where one of its inputs has others."""
+    batches = []
+    for batch, array in zip(step.micro_batches, inputs):
+        if array is None:
+            return None
+        rows = tuple(slices.find(piece) for piece in array)
+        if not rows or not all(rows):
+            return None
+        batches.append(msgspec.structs.replace(batch, rows=rows))
+    return msgspec.structs.replace(step, micro_batches=tuple(batches))
+
+
+def _cut_as(inputs: Sequence[Array | None], whole: RankRun, step: int) -> _Slices | None:
+    """Cut a step's samples of the reference into slices that are as long as a rank's first input."""
+    for array in inputs:
+        if array is not None:
+            return _cut_reference(whole, step, array.shape[SLICED_DIM])
+    return None
 
 
 def _cut_reference(whole: RankRun, step: int, length: int) -> _Slices | None:
     """Cut a step's samples of the reference into slices of a length; None where that does not divide them."""
     slices = _Slices(length)
-    for batch, array in zip(whole.record.steps[step].micro_batches, _list_inputs(whole, step)):
-        if array is None or array.shape[SLICED_DIM] <= length or array.shape[SLICED_DIM] % length:
+    batches = whole.record.steps[step].micro_batches
+    for batch, array in zip(batches, _list_inputs(whole, step)):
+        if array is None or len(array) != len(batch.rows):
             return None
-        if len(array) != len(batch.rows):
+        room = array.shape[SLICED_DIM]
+        if room <= length or room % length:
             return None
         for sample, name in zip(array, batch.rows):
             slices.add(sample, name)
