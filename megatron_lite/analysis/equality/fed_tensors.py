@@ -43,7 +43,7 @@ def _find_other_shapes(pieces: Sequence[Array | None], whole: Array | None) -> s
     """Say why the ranks' pieces of one input cannot stand for the reference's; "": they can.
 
     Args:
-        pieces: Of each rank; None where it has none.
+        pieces: What each rank had; None where it had none.
         whole: The reference's own input; None where it has none.
     """
     shapes = set()

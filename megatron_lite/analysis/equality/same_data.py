@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from megatron_lite.analysis.equality.fed_tensors import Source, find_misfit
 from megatron_lite.analysis.equality.fused_parts import split_fused_parts
-from megatron_lite.analysis.equality.placing import Places, place_parameters
+from megatron_lite.analysis.equality.placing import Place, Places, place_parameters
 from megatron_lite.analysis.equality.proved_run import Array, ProvedRun, list_indices, list_rows
 from megatron_lite.analysis.equality.sliced_samples import name_sliced_samples
 from megatron_lite.analysis.equality.wholes import assemble, assemble_all
@@ -15,6 +15,7 @@ from megatron_lite.formats.prove_record import TensorPart
 from megatron_lite.formats.prove_report import Difference, ErrorKind
 
 SHARDED_ROWS = ("fully_shard", "FullyShardedDataParallel")  # engines that cut weights, not what is computed
+ROWS = frozenset({0})  # the dimensions in which weights are cut that only are sharded
 Sample = TypeVar("Sample", str, int)  # the hash of a row, or a loader's index
 MIN_COMMON = 0.5  # of their parameters: ranks that have fewer in common are of two pipeline stages
 
@@ -43,7 +44,10 @@ class Roles:
 
     def find_peers(self, rank: int) -> list[int]:
         """The ranks of the first stage that take the same samples as one of them."""
-        return next((group for group in self.peers if rank in group), [rank])
+        for group in self.peers:
+            if rank in group:
+                return group
+        return [rank]
 
 
 def find_roles(run: ProvedRun, places: Places, reference: ProvedRun | None = None) -> Roles:
@@ -55,32 +59,54 @@ def find_roles(run: ProvedRun, places: Places, reference: ProvedRun | None = Non
         reference: The records of the reference, if there is one.
     """
     stages = _find_stages(places, run)
-    first = stages[0]
     rows = {rank: _list_all_rows(run, rank) for rank in run.ranks}
+    first = stages[0]
     if reference is not None and len(stages) > 1:
-        known = {row for rank in reference.ranks for row in _list_all_rows(reference, rank)}
-        first = next((stage for stage in stages if known.intersection(rows[stage[0]])), first)
+        first = _find_first_stage(stages, rows, reference)
+    indices = {rank: _list_all_indices(run, rank) for rank in first}
     by_rows = _group(first, rows)
-    by_index = _group(first, {rank: _list_all_indices(run, rank) for rank in first})
-    has_whole_dataset = all(_list_all_indices(run, rank) for rank in first)
+    by_index = _group(first, indices)
+    has_whole_dataset = all(indices.values())
     if reference is not None:
         has_whole_dataset &= _count_samples(run) == _count_samples(reference)
+    # ranks that draw the same samples, and yet have other rows, each have a part of them
     is_context = has_whole_dataset and len(by_index) < len(by_rows)
+    # rows of slices are named by their samples, so that they say more than indices
+    peers = by_rows
+    if is_context and not run.has_slices:
+        peers = by_index
     return Roles(
         stages=stages,
-        peers=by_index if is_context and not run.has_slices else by_rows,
+        peers=peers,
         is_cut=_is_cut(run, places),
         is_context=is_context or run.has_slices,
         splits_layers=_splits_layers(run, places),
     )
 
 
+def _find_first_stage(stages: list[list[int]], rows: Mapping[int, Sequence[str]], reference: ProvedRun) -> list[int]:
+    """Find the stage whose ranks take samples of the reference; the first one where none does."""
+    known: set[str] = set()
+    for rank in reference.ranks:
+        known.update(_list_all_rows(reference, rank))
+    for stage in stages:
+        if known.intersection(rows[stage[0]]):
+            return stage
+    return stages[0]
+
+
 def _list_all_rows(run: ProvedRun, rank: int) -> tuple[str, ...]:
-    return tuple(row for step in range(run.steps) for row in list_rows(run.ranks[rank], step))
+    rows: list[str] = []
+    for step in range(run.steps):
+        rows.extend(list_rows(run.ranks[rank], step))
+    return tuple(rows)
 
 
 def _list_all_indices(run: ProvedRun, rank: int) -> tuple[int, ...]:
-    return tuple(index for step in range(run.steps) for index in list_indices(run.ranks[rank], step))
+    indices: list[int] = []
+    for step in range(run.steps):
+        indices.extend(list_indices(run.ranks[rank], step))
+    return tuple(indices)
 
 
 def _count_samples(run: ProvedRun) -> list[int]:
@@ -93,7 +119,9 @@ def _group(ranks: Sequence[int], keys: Mapping[int, Sequence[object]]) -> list[l
     """Group ranks that have the same key; ranks without any have nothing in common with others."""
     groups: dict[object, list[int]] = {}
     for rank in ranks:
-        groups.setdefault(tuple(keys[rank]) or rank, []).append(rank)
+        key = tuple(keys[rank]) or rank
+        group = groups.setdefault(key, [])
+        group.append(rank)
     return list(groups.values())
 
 
@@ -117,36 +145,63 @@ def _are_one_stage(one: set[str], other: set[str], order: Mapping[str, int]) -> 
     """Whether two ranks compute the same layers: most of their parameters are the same, or all that they share lies
     around what only one of them has, as around the experts of each."""
     both = one & other
-    if len(both) >= MIN_COMMON * min(len(one), len(other)):
+    fewest = min(len(one), len(other))
+    if len(both) >= MIN_COMMON * fewest:
         return True
-    numbers = {order.get(name, 0) for name in both}
-    own = {order.get(name, 0) for name in one ^ other}
-    return bool(numbers) and min(numbers) < min(own) and max(own) < max(numbers)
+    if not both:
+        return False
+    shared = [order.get(name, 0) for name in both]
+    own = [order.get(name, 0) for name in one ^ other]
+    return min(shared) < min(own) and max(own) < max(shared)
 
 
 def _is_cut(run: ProvedRun, places: Places) -> bool:
     """Whether ranks compute parts of layers; ranks that only shard the weights do not."""
-    outputs = (part for rank in run.ranks.values() for output in rank.record.outputs for part in output.parts)
-    if any(_is_part(part) for part in outputs):
+    if _has_cut_outputs(run):
         return True
-    if any(word in engine for engine in run.engines for word in SHARDED_ROWS):
-        return any(_find_cut_dims(place.whole, place.shape) - {0} for place in places.found.values())
-    cuts = [_find_cut_dims(place.whole, place.shape) for place in places.found.values()]
-    is_row_sharded = all(cut == {0} for cut in cuts) and _are_placed(run)
+    cuts = _list_cuts(places)
+    if _shards_rows(run):
+        return any(cut - ROWS for cut in cuts)
+    is_row_sharded = all(cut == ROWS for cut in cuts) and _are_placed(run)
     return any(cuts) and not is_row_sharded
+
+
+def _has_cut_outputs(run: ProvedRun) -> bool:
+    """Whether a module of any rank returns a part of a tensor."""
+    for rank in run.ranks.values():
+        for output in rank.record.outputs:
+            if any(_is_part(part) for part in output.parts):
+                return True
+    return False
 
 
 def _splits_layers(run: ProvedRun, places: Places) -> bool:
     """Whether a weight is cut in another dimension than that of rows, or of experts; where ranks shard weights, too,
     whether one is cut in two dimensions."""
-    cuts = [_find_cut_dims(place.whole, place.shape) for place in places.found.values()]
-    if any(word in engine for engine in run.engines for word in SHARDED_ROWS):
+    cuts = _list_cuts(places)
+    if _shards_rows(run):
         return any(len(cut) > 1 for cut in cuts)
-    return any(cut - {0} for cut in cuts)
+    return any(cut - ROWS for cut in cuts)
+
+
+def _shards_rows(run: ProvedRun) -> bool:
+    """Whether an engine of the ranks shards weights, whatever they compute."""
+    for engine in run.engines:
+        if any(word in engine for word in SHARDED_ROWS):
+            return True
+    return False
 
 
 def _are_placed(run: ProvedRun) -> bool:
-    return all(part.is_placed for rank in run.ranks.values() for part in rank.record.weights)
+    for rank in run.ranks.values():
+        if not all(part.is_placed for part in rank.record.weights):
+            return False
+    return True
+
+
+def _list_cuts(places: Places) -> list[set[int]]:
+    """The dimensions in which each parameter of a rank is cut."""
+    return [_find_cut_dims(place.whole, place.shape) for place in places.found.values()]
 
 
 def _is_part(part: TensorPart) -> bool:
@@ -155,7 +210,11 @@ def _is_part(part: TensorPart) -> bool:
 
 def _find_cut_dims(whole: Sequence[int], shape: Sequence[int]) -> set[int]:
     """Dimensions in which a block is smaller than the whole."""
-    return {dim for dim, (room, length) in enumerate(zip(whole, shape)) if room != length}
+    dims = set()
+    for dim, (room, length) in enumerate(zip(whole, shape)):
+        if room != length:
+            dims.add(dim)
+    return dims
 
 
 @dataclass(frozen=True)
@@ -224,25 +283,41 @@ def read_start(reference: ProvedRun) -> tuple[dict[str, Array], dict[str, str]]:
 def _decide_weights(run: ProvedRun, start: dict[str, Array], places: Places) -> tuple[dict[str, Array], str]:
     """Choose the weights to feed, and say why they cannot be."""
     groups = places.group()
-    lacking = [name for name in start if name not in groups]
-    if places.are_same and not lacking:
+    for name in start:
+        if name not in groups:
+            return {}, f"no rank has a parameter that is {name} of the reference"
+    if places.are_same:
         return {}, ""
-    if lacking:
-        return {}, f"no rank has a parameter that is {lacking[0]} of the reference"
     weights = {}
     for name, parts in groups.items():
-        given = []
-        for rank, own_name, place in parts:
-            part = find_part(run.ranks[rank].record.weights, own_name)
-            array = None if part is None else run.ranks[rank].read(part)
-            if array is not None:
-                placed = TensorPart(name=name, key="", whole=place.whole, starts=place.starts, is_placed=True)
-                given.append((placed, array))
-        whole = assemble(given)
+        placed = _read_placed(run, parts)
+        whole = assemble(placed)
         if whole is None:
             return {}, f"the ranks' parts of {name} do not make up the reference's"
         weights[name] = whole.array
     return weights, ""
+
+
+def _read_placed(run: ProvedRun, parts: Iterable[tuple[int, str, Place]]) -> list[tuple[TensorPart, Array]]:
+    """Read the ranks' weights at the start that are parts of one parameter, with their places in it."""
+    placed = []
+    for number, own_name, place in parts:
+        rank = run.ranks[number]
+        part = find_part(rank.record.weights, own_name)
+        if part is None:
+            continue
+        array = rank.read(part)
+        if array is None:
+            continue
+        block = TensorPart(
+            name=place.name,
+            key="",
+            whole=place.whole,
+            starts=place.starts,
+            is_placed=True,
+        )
+        placed.append((block, array))
+    return placed
 
 
 def find_other_shape(run: ProvedRun, start: Mapping[str, Array]) -> Difference | None:
@@ -255,17 +330,23 @@ def find_other_shape(run: ProvedRun, start: Mapping[str, Array]) -> Difference |
     for name, array in start.items():
         for _, rank in sorted(run.ranks.items()):
             part = find_part(rank.record.weights, name)
-            if part is None or not part.is_placed or tuple(part.whole) == array.shape:
+            if part is None or not part.is_placed:
                 continue
-            return Difference(
-                kind=ErrorKind.UNKNOWN,
-                where=name,
-                step=1,
-                evidence=f"{_write_shape(part.whole)} on the ranks, {_write_shape(array.shape)} in the reference: "
-                "these are two models",
-                remedy="give both commands the same sizes, such as a vocabulary that is padded alike",
-            )
+            if tuple(part.whole) != array.shape:
+                return _describe_other_shape(name, part.whole, array.shape)
     return None
+
+
+def _describe_other_shape(name: str, proved: Sequence[int], reference: Sequence[int]) -> Difference:
+    mine = _write_shape(proved)
+    theirs = _write_shape(reference)
+    return Difference(
+        kind=ErrorKind.UNKNOWN,
+        where=name,
+        step=1,
+        evidence=f"{mine} on the ranks, {theirs} in the reference: these are two models",
+        remedy="give both commands the same sizes, such as a vocabulary that is padded alike",
+    )
 
 
 def _write_shape(shape: Sequence[int]) -> str:
@@ -274,7 +355,10 @@ def _write_shape(shape: Sequence[int]) -> str:
 
 def find_part(parts: Iterable[TensorPart], name: str) -> TensorPart | None:
     """Find the part of a name."""
-    return next((part for part in parts if part.name == name), None)
+    for part in parts:
+        if part.name == name:
+            return part
+    return None
 
 
 def has_same_rows(run: ProvedRun, roles: Roles, reference: ProvedRun, own: Roles, steps: int | None = None) -> bool:
@@ -288,21 +372,44 @@ def has_same_rows(run: ProvedRun, roles: Roles, reference: ProvedRun, own: Roles
         steps: How many steps to look at; all that both have where left out.
     """
     common = min(run.steps, reference.steps)
-    return common > 0 and all(
-        _is_same_batch(run, roles, reference, own, step) for step in range(common if steps is None else steps)
-    )
+    if common == 0:
+        return False
+    if steps is None:
+        steps = common
+    return all(_is_same_batch(run, roles, reference, own, step) for step in range(steps))
 
 
 def _is_same_batch(run: ProvedRun, roles: Roles, reference: ProvedRun, own: Roles, step: int) -> bool:
-    mine = Counter(row for rank in roles.data_ranks for row in list_rows(run.ranks[rank], step))
-    other = Counter(row for rank in own.data_ranks for row in list_rows(reference.ranks[rank], step))
+    mine = _count_rows(run, roles.data_ranks, step)
+    other = _count_rows(reference, own.data_ranks, step)
     if mine and other and _are_proportional(mine, other):
         return True
-    if mine.keys() & other.keys() or not roles.is_context:
+    if not roles.is_context:
         return False
-    indices = Counter(index for rank in roles.data_ranks for index in list_indices(run.ranks[rank], step))
-    theirs = Counter(index for rank in own.data_ranks for index in list_indices(reference.ranks[rank], step))
-    return bool(indices and theirs) and _are_proportional(indices, theirs)
+    # rows of pieces are those of no sample of the reference; where some are, indices do not make up for the others
+    if mine.keys() & other.keys():
+        return False
+    indices = _count_indices(run, roles.data_ranks, step)
+    theirs = _count_indices(reference, own.data_ranks, step)
+    if not indices or not theirs:
+        return False
+    return _are_proportional(indices, theirs)
+
+
+def _count_rows(run: ProvedRun, ranks: Iterable[int], step: int) -> Counter[str]:
+    """Count how often ranks take each row in a step."""
+    counts: Counter[str] = Counter()
+    for rank in ranks:
+        counts.update(list_rows(run.ranks[rank], step))
+    return counts
+
+
+def _count_indices(run: ProvedRun, ranks: Iterable[int], step: int) -> Counter[int]:
+    """Count how often loaders of ranks draw each index in a step."""
+    counts: Counter[int] = Counter()
+    for rank in ranks:
+        counts.update(list_indices(run.ranks[rank], step))
+    return counts
 
 
 def _are_proportional(one: Counter[Sample], other: Counter[Sample]) -> bool:
@@ -311,7 +418,11 @@ def _are_proportional(one: Counter[Sample], other: Counter[Sample]) -> bool:
         return False
     first = sum(one.values())
     second = sum(other.values())
-    return all(number * second == other[key] * first for key, number in one.items())
+    for key, number in one.items():
+        # as fractions of each total, without a division that rounds
+        if number * second != other[key] * first:
+            return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -332,23 +443,41 @@ class _Chunks:
         steps = min(run.steps, reference.steps)
         if not steps:
             return "a run ended before its first step"
-        mine = {len(run.ranks[rank].record.steps[step].micro_batches) for rank in ranks for step in range(steps)}
-        theirs = {len(reference.ranks[other].record.steps[step].micro_batches) for step in range(steps)}
+        mine = _count_micro_batches(run, ranks, steps)
+        theirs = _count_micro_batches(reference, [other], steps)
         if len(mine) != 1 or len(theirs) != 1:
             return "steps have different numbers of micro-batches"
         each = mine.pop()
         needed = theirs.pop()
-        if not needed or not each or len(ranks) * each % needed:
+        total = len(ranks) * each
+        if not needed or not each or total % needed:
             return (
                 f"{len(ranks)} ranks with {each} micro-batches a step cannot be laid out as {needed} of the reference"
             )
-        return _Chunks(ranks, each * steps, len(ranks) * each // needed)
+        return _Chunks(
+            ranks=ranks,
+            micro_batches=each * steps,
+            together=total // needed,
+        )
 
     def list_sources(self, micro_batches: int | None = None) -> list[list[Source]]:
         """List what each micro-batch of the reference is made of: the first of every rank, then the second."""
-        numbers = range(self.micro_batches if micro_batches is None else micro_batches)
-        sources = [Source(rank, number) for number in numbers for rank in self.ranks]
-        return [list(group) for group in _cut(sources, self.together)]
+        if micro_batches is None:
+            micro_batches = self.micro_batches
+        sources = []
+        for number in range(micro_batches):
+            for rank in self.ranks:
+                sources.append(Source(rank, number))
+        return list(_cut(sources, self.together))
+
+
+def _count_micro_batches(run: ProvedRun, ranks: Iterable[int], steps: int) -> set[int]:
+    """The numbers of micro-batches that steps of ranks have."""
+    counts = set()
+    for rank in ranks:
+        for step in run.ranks[rank].record.steps[:steps]:
+            counts.add(len(step.micro_batches))
+    return counts
 
 
 def _cut(sources: list[Source], length: int) -> Iterator[list[Source]]:
@@ -360,16 +489,27 @@ def _feed_indices(run: ProvedRun, reference: ProvedRun, chunks: _Chunks) -> list
     """The indices that the reference's loaders are to draw; [] where loaders do not tell."""
     loaders = {rank: run.ranks[rank].record.loaders for rank in chunks.ranks}
     theirs = next(iter(reference.ranks.values())).record.loaders
-    if not theirs or any(len(own) != len(theirs) for own in loaders.values()):
-        return []
+    for own in loaders.values():
+        if len(own) != len(theirs):
+            return []
     fed = []
     for number, loader in enumerate(theirs):
-        own = {rank: loaders[rank][number] for rank in chunks.ranks}
-        if any(one.samples != loader.samples or not one.batches for one in own.values()):
+        batches = {}
+        for rank, own in loaders.items():
+            if own[number].samples != loader.samples:
+                return []
+            batches[rank] = own[number].batches
+        fewest = min(map(len, batches.values()))
+        if not fewest:
             return []
-        fewest = min(len(one.batches) for one in own.values())
-        sources = chunks.list_sources(fewest)
-        fed.append(
-            [[index for source in group for index in own[source.rank].batches[source.micro_batch]] for group in sources]
-        )
+        groups = chunks.list_sources(fewest)
+        fed.append([_join_batches(batches, group) for group in groups])
     return fed
+
+
+def _join_batches(batches: Mapping[int, Sequence[Sequence[int]]], sources: Iterable[Source]) -> list[int]:
+    """Lay the indices of ranks' batches one behind the other."""
+    indices: list[int] = []
+    for source in sources:
+        indices.extend(batches[source.rank][source.micro_batch])
+    return indices
