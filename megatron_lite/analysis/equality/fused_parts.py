@@ -5,7 +5,7 @@ rows of a rank are looked for among those with which the reference begins.
 """
 
 from collections import ChainMap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -52,64 +52,99 @@ def split_fused_parts(run: ProvedRun, start: Mapping[str, Array], aliases: Mappi
 
 
 def _find_cuts(rank: RankRun, start: Mapping[str, Array], aliases: Mapping[str, str]) -> dict[str, _Cut]:
+    """Find how a rank's weights lie in the reference's, by name, where they are several blocks."""
     cuts = {}
+    # the reference's, by the rank's name
+    wholes = {}
     for part in rank.record.weights:
         whole = start.get(aliases.get(part.name, part.name))
+        if whole is None or part.is_placed:
+            continue
+        wholes[part.name] = whole
         array = rank.read(part)
-        if whole is None or array is None or part.is_placed:
+        if array is None:
             continue
         cut = _find_cut(array, whole)
         if cut is not None:
             cuts[part.name] = cut
-    for part in rank.record.weights:
-        module, _, last = part.name.rpartition(".")
-        weight = cuts.get(f"{module}.{WEIGHT}")
+    for name, whole in wholes.items():
+        module, _, last = name.rpartition(".")
+        if last != BIAS or name in cuts:
+            continue
         # a bias that begins with zeros does not tell, and lies as the rows of its weight do
-        if last == BIAS and part.name not in cuts and weight is not None and weight.dim == 0 and not part.is_placed:
-            whole = start.get(aliases.get(part.name, part.name))
-            if whole is not None and whole.shape == weight.whole[:1]:
-                cuts[part.name] = _Cut(0, whole.shape, weight.runs)
+        weight = cuts.get(f"{module}.{WEIGHT}")
+        if weight is None or weight.dim != 0:
+            continue
+        if whole.shape == weight.whole[:1]:
+            cuts[name] = _Cut(0, whole.shape, weight.runs)
     return cuts
 
 
 def _find_cut(array: Array, whole: Array) -> _Cut | None:
     """Find where the rows of a part lie in a whole; None where they are one block, or are not all found."""
-    if array.ndim != whole.ndim:
-        return None
-    cut = [dim for dim, length in enumerate(array.shape) if length != whole.shape[dim]]
-    if len(cut) != 1 or array.shape[cut[0]] > whole.shape[cut[0]]:
+    dim = _find_cut_dim(array.shape, whole.shape)
+    if dim is None:
         return None
     numbers: dict[bytes, int] = {}
-    for number, row in enumerate(np.moveaxis(whole, cut[0], 0)):
-        if numbers.setdefault(row.tobytes(), number) != number:
+    for number, row in enumerate(np.moveaxis(whole, dim, 0)):
+        content = row.tobytes()
+        # rows that are there twice do not tell which one a rank has
+        if content in numbers:
             return None
-    found = [numbers.get(row.tobytes(), -1) for row in np.moveaxis(array, cut[0], 0)]
-    if min(found, default=-1) < 0:
-        return None
+        numbers[content] = number
+    found = []
+    for row in np.moveaxis(array, dim, 0):
+        content = row.tobytes()
+        if content not in numbers:
+            return None
+        found.append(numbers[content])
     runs = _list_runs(found)
-    return _Cut(cut[0], whole.shape, runs) if len(runs) > 1 else None
+    if len(runs) < 2:
+        return None
+    return _Cut(dim, whole.shape, runs)
+
+
+def _find_cut_dim(shape: Sequence[int], whole: Sequence[int]) -> int | None:
+    """Find the one dimension in which a part is smaller than a whole; None where there is none, or several."""
+    if len(shape) != len(whole):
+        return None
+    differing = []
+    for dim, (length, room) in enumerate(zip(shape, whole)):
+        if length > room:
+            return None
+        if length < room:
+            differing.append(dim)
+    if len(differing) != 1:
+        return None
+    return differing[0]
 
 
 def _list_runs(numbers: list[int]) -> tuple[_Run, ...]:
     """List the runs of numbers that follow each other."""
     runs: list[_Run] = []
-    begin = 0
-    for at in range(1, len(numbers) + 1):
-        if at == len(numbers) or numbers[at] != numbers[at - 1] + 1:
-            runs.append(_Run(begin, numbers[begin], at - begin))
-            begin = at
+    for at, number in enumerate(numbers):
+        if runs:
+            last = runs[-1]
+            if number == last.whole_begin + last.length:
+                runs[-1] = replace(last, length=last.length + 1)
+                continue
+        runs.append(_Run(begin=at, whole_begin=number, length=1))
     return tuple(runs)
 
 
 def _split_rank(rank: RankRun, cuts: Mapping[str, _Cut]) -> RankRun:
+    """Name the blocks of a rank's weights and gradients as parts of their own."""
     added: dict[str, Array] = {}
 
     def split(parts: Iterable[TensorPart]) -> tuple[TensorPart, ...]:
-        return tuple(piece for part in parts for piece in _split_part(rank, part, cuts.get(part.name), added))
+        pieces: list[TensorPart] = []
+        for part in parts:
+            cut = cuts.get(part.name)
+            pieces.extend(_split_part(rank, part, cut, added))
+        return tuple(pieces)
 
-    record = rank.record
     steps = []
-    for step in record.steps:
+    for step in rank.record.steps:
         changed = msgspec.structs.replace(
             step,
             gradients=split(step.gradients),
@@ -117,20 +152,34 @@ def _split_rank(rank: RankRun, cuts: Mapping[str, _Cut]) -> RankRun:
             weights=split(step.weights),
         )
         steps.append(changed)
-    record = msgspec.structs.replace(record, weights=split(record.weights), steps=tuple(steps))
+    record = msgspec.structs.replace(
+        rank.record,
+        weights=split(rank.record.weights),
+        steps=tuple(steps),
+    )
     return RankRun(record, ChainMap(added, rank.tensors))  # type: ignore[arg-type]
 
 
 def _split_part(rank: RankRun, part: TensorPart, cut: _Cut | None, added: dict[str, Array]) -> list[TensorPart]:
+    """Split a part into its blocks, whose arrays are added to those of the rank."""
     array = rank.read(part)
     if cut is None or array is None:
         return [part]
     pieces = []
     for number, each in enumerate(cut.runs):
-        key = f"{part.key}{PART_MARK}{number}]"
-        added[key] = np.take(array, range(each.begin, each.begin + each.length), axis=cut.dim)
-        starts = tuple(each.whole_begin if dim == cut.dim else 0 for dim in range(array.ndim))
-        name = f"{part.name}{PART_MARK}{number}]"
-        piece = msgspec.structs.replace(part, name=name, key=key, whole=cut.whole, starts=starts, is_placed=True)
+        mark = f"{PART_MARK}{number}]"
+        key = f"{part.key}{mark}"
+        rows = range(each.begin, each.begin + each.length)
+        added[key] = np.take(array, rows, axis=cut.dim)
+        starts = [0] * array.ndim
+        starts[cut.dim] = each.whole_begin
+        piece = msgspec.structs.replace(
+            part,
+            name=f"{part.name}{mark}",
+            key=key,
+            whole=cut.whole,
+            starts=tuple(starts),
+            is_placed=True,
+        )
         pieces.append(piece)
     return pieces

@@ -99,14 +99,21 @@ def _order_guesses(run: ProvedRun, places: Places) -> None:
             continue
         contents = {}
         for rank, name, _ in parts:
-            own = next(part for part in run.ranks[rank].record.weights if part.name == name)
-            contents[rank, name] = run.ranks[rank].tensors[own.key].tobytes()
+            contents[rank, name] = _read_content(run.ranks[rank], name)
         different = list(dict.fromkeys(contents.values()))
-        starts = list(list_equal_blocks(parts[0][2].whole, parts[0][2].shape))
+        _, _, first = parts[0]
+        starts = list(list_equal_blocks(first.whole, first.shape))
         if len(different) != len(starts):
             continue
         for rank, name, place in parts:
-            places.found[rank, name] = replace(place, starts=starts[different.index(contents[rank, name])])
+            number = different.index(contents[rank, name])
+            places.found[rank, name] = replace(place, starts=starts[number])
+
+
+def _read_content(rank: RankRun, name: str) -> bytes:
+    """The bytes of a weight at the start, as a key to find the same ones by."""
+    own = next(part for part in rank.record.weights if part.name == name)
+    return rank.tensors[own.key].tobytes()
 
 
 @dataclass(frozen=True)
@@ -120,84 +127,151 @@ class _Reference:
         return self.aliases.get(own, own)
 
 
+@dataclass(frozen=True)
+class _OwnWeight:
+    """A weight of a rank at the start."""
+
+    rank: int
+    part: TensorPart
+    array: Array
+    # whether all its numbers are the same
+    is_constant: bool
+
+
 def _place_rank(number: int, rank: RankRun, reference: _Reference, places: Places) -> None:
     """Place one rank's parameters: by content where it tells, else by name."""
-    arrays = {part.name: (part, rank.read(part)) for part in rank.record.weights}
-    direct = {}
-    moved = {}
-    for name, (part, array) in arrays.items():
-        if array is None:
-            continue
-        place = _place_by_name(number, part, array, reference)
+    weights = _read_weights(number, rank)
+    by_name = {}
+    by_content = {}
+    for name, weight in weights.items():
+        place = _place_by_name(weight, reference, name)
         if place is not None:
-            direct[name] = place
-        if (place is None or not place.is_same) and not is_constant(array):
-            other = _find_content(part, array, reference)
-            if other is not None:
-                moved[name] = other
-    shift = _Shift.learn({name: place.name for name, place in moved.items()})
-    for name, (part, array) in arrays.items():
-        if array is None:
+            by_name[name] = place
+            if place.is_same:
+                continue
+        if weight.is_constant:
             continue
-        chosen = moved.get(name) or direct.get(name)
-        if name not in moved and shift.says(name) and (chosen is None or chosen.is_constant or not chosen.is_same):
-            renamed = shift.rename(name)
-            chosen = _place_by_name(number, part, array, reference, renamed) or chosen
+        other = _find_content(weight, reference)
+        if other is not None:
+            by_content[name] = other
+    moved = {name: place.name for name, place in by_content.items()}
+    shift = _Shift.learn(moved)
+    for name, weight in weights.items():
+        chosen = by_content.get(name)
+        if chosen is None:
+            chosen = _place_by_shift(weight, reference, shift, by_name.get(name))
         if chosen is None:
             places.unknown.append((number, name))
         else:
             places.found[number, name] = chosen
 
 
-def _place_by_name(number: int, part: TensorPart, array: Array, reference: _Reference, name: str = "") -> Place | None:
+def _read_weights(number: int, rank: RankRun) -> dict[str, _OwnWeight]:
+    """Read a rank's weights at the start by name, without those of which it has nothing."""
+    weights = {}
+    for part in rank.record.weights:
+        array = rank.read(part)
+        if array is not None:
+            weights[part.name] = _OwnWeight(number, part, array, is_constant(array))
+    return weights
+
+
+def _place_by_shift(weight: _OwnWeight, reference: _Reference, shift: "_Shift", by_name: Place | None) -> Place | None:
+    """Place a weight by the name that others of its rank suggest, unless its content confirms its own name."""
+    name = weight.part.name
+    if by_name is not None and by_name.is_same and not by_name.is_constant:
+        return by_name
+    if not shift.says(name):
+        return by_name
+    renamed = _place_by_name(weight, reference, shift.rename(name))
+    return renamed or by_name
+
+
+def _place_by_name(weight: _OwnWeight, reference: _Reference, name: str) -> Place | None:
     """Place a part in the reference's parameter of that name; None where it does not fit."""
-    name = reference.get_name(name or part.name)
+    name = reference.get_name(name)
     whole = reference.start.get(name)
-    if whole is None or whole.ndim != array.ndim:
+    shape = weight.array.shape
+    if whole is None or whole.ndim != len(shape):
         return None
-    constant = is_constant(array)
-    if part.is_placed or array.shape == whole.shape:
-        starts = get_starts(part, array.shape)
-        block = select_block(whole, starts, array.shape)
-        if block is None or (part.is_placed and part.whole != whole.shape):
+    part = weight.part
+    if part.is_placed and part.whole != whole.shape:
+        return None
+    if part.is_placed or shape == whole.shape:
+        starts = get_starts(part, shape)
+        if select_block(whole, starts, shape) is None:
             return None
-        return Place(name, whole.shape, starts, array.shape, is_same_start(array, block), is_constant=constant)
-    candidates = list(list_equal_blocks(whole.shape, array.shape))
+        return _build_place(weight, name, whole, starts)
+    candidates = list(list_equal_blocks(whole.shape, shape))
     if not candidates:
         return None
-    for starts in candidates:
-        block = select_block(whole, starts, array.shape)
-        if not constant and block is not None and is_same_start(array, block):
-            return Place(name, whole.shape, starts, array.shape, True)
-    starts = candidates[number * len(candidates) // max(reference.world, 1) % len(candidates)]
-    if reference.world % len(candidates) == 0:
-        starts = candidates[number % len(candidates)]
+    # a constant block is the same as all others, so that its content does not tell
+    if not weight.is_constant:
+        for starts in candidates:
+            place = _build_place(weight, name, whole, starts)
+            if place.is_same:
+                return place
+    starts = _guess_block(candidates, weight.rank, reference.world)
+    place = _build_place(weight, name, whole, starts)
+    return replace(place, is_guessed=True)
+
+
+def _guess_block(candidates: list[tuple[int, ...]], rank: int, world: int) -> tuple[int, ...]:
+    """Guess which block a rank has: neighbors have different ones where that comes out even."""
+    count = len(candidates)
+    if world % count == 0:
+        return candidates[rank % count]
+    number = rank * count // max(world, 1)
+    return candidates[number % count]
+
+
+def _build_place(weight: _OwnWeight, name: str, whole: Array, starts: tuple[int, ...]) -> Place:
+    """Describe the place of a weight, and whether it is the same as the reference's block there."""
+    array = weight.array
     block = select_block(whole, starts, array.shape)
-    is_same = block is not None and is_same_start(array, block)
-    return Place(name, whole.shape, starts, array.shape, is_same, is_guessed=True, is_constant=constant)
+    return Place(
+        name=name,
+        whole=whole.shape,
+        starts=starts,
+        shape=array.shape,
+        is_same=block is not None and is_same_start(array, block),
+        is_constant=weight.is_constant,
+    )
 
 
 def list_equal_blocks(whole: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     """List where blocks of a shape begin, if they divide a whole along one dimension into equal ones."""
     cut = [dim for dim, (length, room) in enumerate(zip(shape, whole)) if length != room]
-    if len(cut) != 1 or not shape[cut[0]] or whole[cut[0]] % shape[cut[0]]:
+    if len(cut) != 1:
         return
-    for start in range(0, whole[cut[0]], shape[cut[0]]):
-        yield tuple(start if dim == cut[0] else 0 for dim in range(len(shape)))
+    dim = cut[0]
+    length = shape[dim]
+    room = whole[dim]
+    if not length or room % length:
+        return
+    for start in range(0, room, length):
+        starts = [0] * len(shape)
+        starts[dim] = start
+        yield tuple(starts)
 
 
-def _find_content(part: TensorPart, array: Array, reference: _Reference) -> Place | None:
+def _find_content(weight: _OwnWeight, reference: _Reference) -> Place | None:
     """Find the one parameter of the reference that begins with the same numbers; None for none or several."""
-    matches = []
+    part = weight.part
+    array = weight.array
     shape = part.whole if part.is_placed else array.shape
+    starts = get_starts(part, array.shape)
+    own_name = reference.get_name(part.name)
+    matches = []
     for name, whole in reference.start.items():
-        if whole.shape != shape or name == reference.get_name(part.name):
+        if whole.shape != shape or name == own_name:
             continue
-        starts = get_starts(part, array.shape)
         block = select_block(whole, starts, array.shape)
         if block is not None and np.array_equal(block, array):
-            matches.append(Place(name, whole.shape, starts, array.shape, True))
-    return matches[0] if len(matches) == 1 else None
+            matches.append(_build_place(weight, name, whole, starts))
+    if len(matches) != 1:
+        return None
+    return matches[0]
 
 
 @dataclass(frozen=True)
@@ -214,9 +288,13 @@ class _Shift:
         modules = {}
         shifts = set()
         for mine, other in names.items():
-            modules[mine.rpartition(".")[0]] = other.rpartition(".")[0]
+            own_module, _, _ = mine.rpartition(".")
+            other_module, _, _ = other.rpartition(".")
+            modules[own_module] = other_module
             shifts.add(_find_shift(mine.split("."), other.split(".")))
-        number = shifts.pop() if len(shifts) == 1 else None
+        number = None
+        if len(shifts) == 1:
+            number = shifts.pop()
         return _Shift(modules, number)
 
     def says(self, name: str) -> bool:
@@ -233,7 +311,8 @@ class _Shift:
         words = name.split(".")
         at, added = self.number
         if at < len(words) and words[at].isdecimal():
-            words[at] = str(int(words[at]) + added)
+            raised = int(words[at]) + added
+            words[at] = str(raised)
         return ".".join(words)
 
 
@@ -245,6 +324,8 @@ def _find_shift(mine: list[str], other: list[str]) -> tuple[int, int] | None:
     if len(differing) != 1:
         return None
     at = differing[0]
-    if not mine[at].isdecimal() or not other[at].isdecimal():
+    own_word = mine[at]
+    other_word = other[at]
+    if not own_word.isdecimal() or not other_word.isdecimal():
         return None
-    return at, int(other[at]) - int(mine[at])
+    return at, int(other_word) - int(own_word)

@@ -30,14 +30,20 @@ def select_block(whole: Array, starts: Sequence[int], shape: Sequence[int]) -> A
     """
     if len(starts) != whole.ndim or len(shape) != whole.ndim:
         return None
-    if any(start < 0 or start + length > room for start, length, room in zip(starts, shape, whole.shape)):
-        return None
-    return whole[tuple(slice(start, start + length) for start, length in zip(starts, shape))]
+    slices = []
+    for start, length, room in zip(starts, shape, whole.shape):
+        end = start + length
+        if start < 0 or end > room:
+            return None
+        slices.append(slice(start, end))
+    return whole[tuple(slices)]
 
 
 def get_starts(part: TensorPart, shape: Sequence[int]) -> tuple[int, ...]:
     """Where a part lies in its whole; at the beginning where nothing tells."""
-    return part.starts if part.is_placed and len(part.starts) == len(shape) else (0,) * len(shape)
+    if part.is_placed and len(part.starts) == len(shape):
+        return part.starts
+    return (0,) * len(shape)
 
 
 def assemble(parts: Iterable[tuple[TensorPart, Array]]) -> Assembled | None:
@@ -47,10 +53,8 @@ def assemble(parts: Iterable[tuple[TensorPart, Array]]) -> Assembled | None:
         None where parts do not fill the whole, or disagree on its shape.
     """
     given = list(parts)
-    if not given:
-        return None
     wholes = {part.whole if part.is_placed else array.shape for part, array in given}
-    if len(wholes) > 1:
+    if len(wholes) != 1:
         return None
     shape = wholes.pop()
     if all(part.is_partial for part, _ in given):
@@ -65,22 +69,27 @@ def assemble(parts: Iterable[tuple[TensorPart, Array]]) -> Assembled | None:
         if block is None or filled is None:
             return None
         if values.size and filled.all():
-            apart = max(apart, relative_distance(values, block))
+            distance = relative_distance(values, block)
+            apart = max(apart, distance)
             continue
         block[...] = values
         filled[...] = True
-    return Assembled(array, apart) if is_filled.all() else None
+    if not is_filled.all():
+        return None
+    return Assembled(array, apart)
 
 
 def _add_partial(parts: Sequence[tuple[TensorPart, Array]]) -> list[tuple[TensorPart, Array]]:
     """Add up the parts that lie at the same place."""
-    sums: dict[tuple[int, ...], Array] = {}
-    first: dict[tuple[int, ...], TensorPart] = {}
+    sums: dict[tuple[int, ...], tuple[TensorPart, Array]] = {}
     for part, values in parts:
         starts = get_starts(part, values.shape)
-        first.setdefault(starts, part)
-        sums[starts] = sums[starts] + values if starts in sums else values
-    return [(first[starts], values) for starts, values in sums.items()]
+        if starts not in sums:
+            sums[starts] = (part, values)
+            continue
+        first, so_far = sums[starts]
+        sums[starts] = (first, so_far + values)
+    return list(sums.values())
 
 
 def relative_distance(one: Array, other: Array) -> float:
@@ -88,7 +97,10 @@ def relative_distance(one: Array, other: Array) -> float:
     if not one.size or np.array_equal(one, other):
         return 0.0
     largest = max(np.abs(one).max(), np.abs(other).max())
-    return float(np.abs(one - other).max() / largest) if np.isfinite(largest) else float("inf")
+    if not np.isfinite(largest):
+        return float("inf")
+    distance = np.abs(one - other).max()
+    return float(distance / largest)
 
 
 def assemble_all(
@@ -104,16 +116,22 @@ def assemble_all(
     Returns:
         Wholes by name, without those whose parts do not fill them.
     """
+    aliases = aliases or {}
     given = defaultdict(list)
     for rank in run.ranks.values():
         for part in list_parts(rank):
             array = rank.read(part)
-            if array is not None:
-                own = get_parameter_name(part.name)
-                name = (aliases or {}).get(own, own)
-                given[name].append((part, array))
-    wholes = {name: assemble(parts) for name, parts in given.items()}
-    return {name: whole for name, whole in wholes.items() if whole is not None}
+            if array is None:
+                continue
+            own = get_parameter_name(part.name)
+            name = aliases.get(own, own)
+            given[name].append((part, array))
+    wholes = {}
+    for name, parts in given.items():
+        whole = assemble(parts)
+        if whole is not None:
+            wholes[name] = whole
+    return wholes
 
 
 def write_weights(weights: Mapping[str, Array], path: Path) -> None:
@@ -121,5 +139,6 @@ def write_weights(weights: Mapping[str, Array], path: Path) -> None:
     arrays = {}
     for name, array in weights.items():
         short = array.astype(np.float32)
-        arrays[name] = short if np.array_equal(short.astype(np.float64), array) else array
+        is_exact = np.array_equal(short.astype(np.float64), array)
+        arrays[name] = short if is_exact else array
     np.savez(path, **arrays)  # type: ignore[arg-type]
