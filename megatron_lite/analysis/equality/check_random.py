@@ -1,5 +1,6 @@
 """Says whether random numbers that must agree between ranks do, and those that must differ do."""
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -13,7 +14,9 @@ from megatron_lite.analysis.equality.same_data import Roles, find_part
 from megatron_lite.analysis.equality.wholes import select_block
 from megatron_lite.formats.prove_report import Difference, ErrorKind
 
-Held = list[tuple[int, Place, Array]]
+# a rank, and what it has of a parameter
+Holding = tuple[int, Place, Array]
+Held = list[Holding]
 
 
 def check_start(run: ProvedRun, places: Places, start: Mapping[str, Array], order: CallOrder) -> list[Difference]:
@@ -27,13 +30,17 @@ def check_start(run: ProvedRun, places: Places, start: Mapping[str, Array], orde
     """
     held = _read_start(run, places)
     names = sorted(held, key=lambda name: order.parameters.get(name, 0))
-    # local layers of other ranks may go by the names of the first rank's
-    has_unnamed = any(name not in held for name in start)
-    disagreeing = [] if has_unnamed else [name for name in names if _find_disagreement(held[name])]
+    disagreeing: list[str] = []
+    # where some are lacking, local layers of other ranks may go by the names of the first rank's
+    if all(name in held for name in start):
+        disagreeing = [name for name in names if _find_disagreement(held[name])]
     copied = [name for name in names if _find_copies(held[name], start[name])]
     moved = [name for name in names if _find_moved(held[name], start[name])]
-    lacking = [] if run.missing else [name for name in names if _is_lacking(held[name], start[name])]
-    found = [*_check_names(places, start)]
+    lacking: list[str] = []
+    # a rank without a record may hold what the others do not
+    if not run.missing:
+        lacking = [name for name in names if _is_lacking(held[name], start[name])]
+    found = list(_check_names(places, start))
     if disagreeing:
         found.append(_describe_disagreement(disagreeing, held))
     if copied:
@@ -49,16 +56,21 @@ def _check_names(places: Places, start: Mapping[str, Array]) -> Iterator[Differe
 
     A stage that counts its layers from zero has weights of later ones. Nothing but a mistake makes them earlier ones.
     """
-    moved = [
-        (places.order[own_name], places.order[place.name], own_name, place.name, rank)
-        for (rank, own_name), place in places.found.items()
-        if own_name in start and place.is_same and place.name != own_name
-    ]
-    if not any(other < own for own, other, *_ in moved):
+    moved = []
+    is_any_earlier = False
+    for (rank, own_name), place in places.found.items():
+        if own_name not in start or not place.is_same or place.name == own_name:
+            continue
+        own_number = places.order[own_name]
+        number = places.order[place.name]
+        moved.append((own_number, number, own_name, place.name, rank))
+        is_any_earlier = is_any_earlier or number < own_number
+    if not is_any_earlier:
         return
     moved.sort()
-    *_, own_name, name, rank = moved[0]
-    names = list(dict.fromkeys(own for _, _, own, _, _ in moved))
+    _, _, own_name, name, rank = moved[0]
+    own_names = [own for _, _, own, _, _ in moved]
+    names = list(dict.fromkeys(own_names))
     yield Difference(
         kind=ErrorKind.WRONG_SHARD,
         where=names[0],
@@ -72,52 +84,70 @@ def _check_names(places: Places, start: Mapping[str, Array]) -> Iterator[Differe
 def _read_start(run: ProvedRun, places: Places) -> dict[str, Held]:
     held: dict[str, Held] = defaultdict(list)
     for (rank, own_name), place in places.found.items():
-        part = find_part(run.ranks[rank].record.weights, own_name)
-        array = None if part is None else run.ranks[rank].read(part)
+        records = run.ranks[rank]
+        part = find_part(records.record.weights, own_name)
+        if part is None:
+            continue
+        array = records.read(part)
         if array is not None:
             held[place.name].append((rank, place, array))
     return dict(held)
 
 
+def _list_pairs(held: Held) -> Iterator[tuple[Holding, Holding]]:
+    """List the holdings by two, the one of the lower rank first."""
+    return itertools.combinations(held, 2)
+
+
 def _find_disagreement(held: Held) -> tuple[int, int] | None:
     """Two ranks that hold the same block with different weights."""
-    for at, (rank, place, array) in enumerate(held):
-        for other, other_place, other_array in held[at + 1 :]:
-            is_one_block = (place.starts, place.shape) == (other_place.starts, other_place.shape)
-            if is_one_block and not place.is_guessed and not is_same_start(array, other_array):
-                return rank, other
+    for (rank, place, array), (other, other_place, other_array) in _list_pairs(held):
+        is_one_block = place.starts == other_place.starts and place.shape == other_place.shape
+        if not is_one_block or place.is_guessed:
+            continue
+        if not is_same_start(array, other_array):
+            return rank, other
     return None
 
 
 def _find_copies(held: Held, whole: Array) -> tuple[int, int] | None:
     """Two ranks that hold different blocks with the same random weights, where the reference's blocks differ."""
-    if any(place.is_guessed for _, place, _ in held) and _has_every_block(held, whole):
+    is_any_guessed = any(place.is_guessed for _, place, _ in held)
+    if is_any_guessed and _has_every_block(held, whole):
         return None
-    for at, (rank, place, array) in enumerate(held):
-        for other, other_place, other_array in held[at + 1 :]:
-            if place.starts == other_place.starts or is_constant(array) or not np.array_equal(array, other_array):
-                continue
-            one = select_block(whole, place.starts, place.shape)
-            two = select_block(whole, other_place.starts, other_place.shape)
-            if one is None or two is None or not np.array_equal(one, two) or place.is_guessed:
-                return rank, other
+    for (rank, place, array), (other, other_place, other_array) in _list_pairs(held):
+        if place.starts == other_place.starts or is_constant(array):
+            continue
+        if not np.array_equal(array, other_array):
+            continue
+        one = select_block(whole, place.starts, place.shape)
+        two = select_block(whole, other_place.starts, other_place.shape)
+        if one is None or two is None or place.is_guessed:
+            return rank, other
+        if not np.array_equal(one, two):
+            return rank, other
     return None
 
 
 def _has_every_block(held: Held, whole: Array) -> bool:
     """Whether there are as many different parts as blocks in the whole."""
     different = {array.tobytes() for _, _, array in held}
-    return sum(array.size for _, _, array in held[:1]) * len(different) >= whole.size
+    _, _, first = held[0]
+    return first.size * len(different) >= whole.size
 
 
 def _find_moved(held: Held, whole: Array) -> tuple[int, tuple[int, ...]] | None:
     """A rank whose part has the weights of another block of the reference, and where that begins."""
     for rank, place, array in held:
-        if place.is_same or place.is_guessed or array.shape == whole.shape or is_constant(array):
+        if place.is_same or place.is_guessed:
             continue
-        for number in np.ndindex(*(room // max(length, 1) for room, length in zip(whole.shape, array.shape))):
-            begin = tuple(int(at * length) for at, length in zip(number, array.shape))
-            block = select_block(whole, begin, array.shape)
+        shape = array.shape
+        if shape == whole.shape or is_constant(array):
+            continue
+        counts = [room // max(length, 1) for room, length in zip(whole.shape, shape)]
+        for number in np.ndindex(*counts):
+            begin = tuple(int(at * length) for at, length in zip(number, shape))
+            block = select_block(whole, begin, shape)
             if block is not None and is_same_start(array, block):
                 return rank, begin
     return None
@@ -163,7 +193,8 @@ def _describe_shards(names: Sequence[str], held: dict[str, Held], start: Mapping
     name = names[0]
     moved = _find_moved(held[name], start[name])
     if moved is not None:
-        evidence = f"rank {moved[0]} holds the reference's block at {list(moved[1])} of {name} at another place"
+        rank, begin = moved
+        evidence = f"rank {rank} holds the reference's block at {list(begin)} of {name} at another place"
     else:
         ranks = describe_ranks([rank for rank, _, _ in held[name]])
         evidence = f"{ranks} hold blocks of {name} that are not all of it: a part of the reference's is on no rank"
@@ -184,13 +215,17 @@ def check_dropout(run: ProvedRun, roles: Roles) -> Iterator[Difference]:
         run: The records of what is proved.
         roles: What its ranks do alike.
     """
-    if not run.steps:
+    dropouts = _list_dropouts(run)
+    if not run.steps or not dropouts:
         return
-    dropouts = next((rank.record.dropouts for rank in run.ranks.values() if rank.record.dropouts), {})
-    states = {rank: _read_state(run, rank) for peers in roles.peers for rank in peers}
-    if not dropouts or not all(states.values()):
+    states = {}
+    for rank in itertools.chain.from_iterable(roles.peers):
+        states[rank] = _read_state(run, rank)
+    # an empty one is unknown
+    if not all(states.values()):
         return
-    where = next(iter(dropouts))
+    where = dropouts[0]
+    others = tuple(dropouts[1 : MAX_OTHERS_SHOWING + 1])
     data_ranks = roles.data_ranks
     same = [rank for rank in data_ranks if states[rank] == states[data_ranks[0]]]
     if len(same) > 1 and not roles.is_context:
@@ -200,10 +235,13 @@ def check_dropout(run: ProvedRun, roles: Roles) -> Iterator[Difference]:
             step=1,
             evidence=f"{describe_ranks(same)} draw the same dropout masks for different samples, from one state",
             remedy="add the data-parallel rank to the seed once the model is made",
-            others=tuple(list(dropouts)[1 : MAX_OTHERS_SHOWING + 1]),
+            others=others,
         )
+    if not roles.is_cut:
+        return
     for peers in roles.peers:
-        if roles.is_cut and len({states[rank] for rank in peers}) > 1:
+        different = {states[rank] for rank in peers}
+        if len(different) > 1:
             yield Difference(
                 kind=ErrorKind.RANDOM_MUST_AGREE,
                 where=where,
@@ -211,10 +249,18 @@ def check_dropout(run: ProvedRun, roles: Roles) -> Iterator[Difference]:
                 evidence=f"{describe_ranks(peers)} split layers and take the same samples, and draw different dropout "
                 "masks: right only where each has a part of what is dropped",
                 remedy="give ranks that split layers one seed for what all of them hold",
-                others=tuple(list(dropouts)[1 : MAX_OTHERS_SHOWING + 1]),
+                others=others,
                 confidence="medium",
             )
             return
+
+
+def _list_dropouts(run: ProvedRun) -> list[str]:
+    """List the modules with dropout of the first rank that has any."""
+    for rank in run.ranks.values():
+        if rank.record.dropouts:
+            return list(rank.record.dropouts)
+    return []
 
 
 def _read_state(run: ProvedRun, rank: int) -> str:

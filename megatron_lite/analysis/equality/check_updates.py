@@ -1,5 +1,6 @@
 """Says whether gradients that are right were clipped by the right norm, and weights updated by them."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from megatron_lite.analysis.equality.measure import SAFETY, Precision, Rounding
 from megatron_lite.analysis.equality.placing import is_same_start
 from megatron_lite.analysis.equality.proved_run import Array, ProvedRun
 from megatron_lite.analysis.equality.rows import build_row
+from megatron_lite.formats.prove_record import ProvedStep
 from megatron_lite.formats.prove_report import ComparedRow, Difference, ErrorKind
 from megatron_lite.units import significant
 
@@ -27,14 +29,18 @@ ROUNDED_WEIGHTS = 4  # times a weight is rounded between two updates
 # above which nothing can be said of an update
 MOST_UPDATE_TOLERANCE = 0.2
 OWN_NORM = 1e-2  # relative: a norm this near to that of the rank's own gradients is theirs
+MAX_RANKS_WRITTEN = 4  # with a figure of each
 NORM_REMEDY = "add up the squares of all ranks' parts, each once, between ranks before the root"
 
 
 def compute_norm(entries: ComparedParts) -> float:
     """The norm of the whole gradient of the ranks' parts, each block once."""
-    squares = [
-        float(np.square(group[0].array).sum()) for parts in entries.compared.values() for group in group_replicas(parts)
-    ]
+    squares = []
+    for parts in entries.compared.values():
+        for group in group_replicas(parts):
+            # replicas of a block are the same, as gradients are right
+            block = group[0].array
+            squares.append(_sum_squares(block))
     return float(np.sqrt(sum(squares)))
 
 
@@ -43,8 +49,19 @@ def compute_rank_norms(entries: ComparedParts) -> dict[int, float]:
     squares: dict[int, float] = {}
     for parts in entries.compared.values():
         for entry in parts:
-            squares[entry.rank] = squares.get(entry.rank, 0.0) + float(np.square(entry.array).sum())
+            before = squares.get(entry.rank, 0.0)
+            squares[entry.rank] = before + _sum_squares(entry.array)
     return {rank: float(np.sqrt(square)) for rank, square in squares.items()}
+
+
+def _sum_squares(array: Array) -> float:
+    return float(np.square(array).sum())
+
+
+def _write_by_rank(figures: Mapping[int, str]) -> str:
+    """Write what the first ranks have: "rank 0 0.5, rank 1 0.25"."""
+    first = sorted(figures.items())[:MAX_RANKS_WRITTEN]
+    return ", ".join(f"rank {rank} {figure}" for rank, figure in first)
 
 
 @dataclass(frozen=True)
@@ -66,15 +83,25 @@ class NormCheck:
 
     def read_norms(self) -> dict[int, float]:
         """The norms that clip_grad_norm_ returned, by rank."""
-        steps = self.run.list_steps(self.step)
-        return {rank: step.clipping.norm for rank, step in steps.items() if step.clipping is not None}
+        norms = {}
+        for rank, step in self.run.list_steps(self.step).items():
+            if step.clipping is not None:
+                norms[rank] = step.clipping.norm
+        return norms
 
     def read_reference(self) -> float | None:
         """The norm that clip_grad_norm_ returned in the reference."""
+        first = self._get_reference_step()
+        if first is None or first.clipping is None:
+            return None
+        return first.clipping.norm
+
+    def _get_reference_step(self) -> ProvedStep | None:
+        """The step of the reference's first rank, which stands for all of them."""
         if self.reference is None:
             return None
-        first = self.reference.ranks[min(self.reference.ranks)].record.steps[self.step]
-        return None if first.clipping is None else first.clipping.norm
+        rank = min(self.reference.ranks)
+        return self.reference.ranks[rank].record.steps[self.step]
 
     def build_row(self) -> ComparedRow | None:
         """The row of the norms that were clipped by."""
@@ -83,8 +110,16 @@ class NormCheck:
         if not norms or expected is None:
             return None
         worst = max(norms.values(), key=lambda norm: abs(norm - expected))
-        error = abs(worst - expected) / expected if expected else abs(worst)
-        return build_row(f"step {self.step + 1}: gradient norm", error, self.tolerance, expected, worst)
+        error = abs(worst - expected)
+        if expected:
+            error /= expected
+        return build_row(
+            f"step {self.step + 1}: gradient norm",
+            error,
+            self.tolerance,
+            reference=expected,
+            proved=worst,
+        )
 
     def check(self) -> list[Difference]:
         """Name errors of the norm and of what was clipped by it, for gradients that are right."""
@@ -92,25 +127,31 @@ class NormCheck:
         expected = self.read_reference()
         if expected is None:
             expected = compute_norm(self.entries)
-        wrong = {rank: norm for rank, norm in norms.items() if not self._is_near(norm, expected)}
+        wrong = self._select_wrong(norms, expected)
         if wrong:
             return [self._describe_norm(wrong, expected)]
         return self._check_coefficients()
 
+    def _select_wrong(self, figures: Mapping[int, float], expected: float) -> dict[int, float]:
+        """The ranks' figures that rounding does not explain."""
+        return {rank: figure for rank, figure in figures.items() if not self._is_near(figure, expected)}
+
     def _is_near(self, one: float, other: float) -> bool:
-        return abs(one - other) <= self.tolerance * max(abs(one), abs(other))
+        larger = max(abs(one), abs(other))
+        return abs(one - other) <= self.tolerance * larger
 
     def _describe_norm(self, wrong: Mapping[int, float], expected: float) -> Difference:
         own = compute_rank_norms(self.entries)
-        rank = min(wrong)
-        figures = f"{describe_ranks(list(wrong))} clipped by a norm of {significant(wrong[rank], 6)}"
-        evidence = f"{figures}, the whole gradient's is {significant(expected, 6)}"
-        confidence = "medium"
-        if all(self._is_near(norm, own.get(number, 0.0)) for number, norm in wrong.items()):
+        first = wrong[min(wrong)]
+        ranks = describe_ranks(list(wrong))
+        evidence = (
+            f"{ranks} clipped by a norm of {significant(first, 6)}, the whole gradient's is {significant(expected, 6)}"
+        )
+        are_own = all(self._is_near(norm, own.get(rank, 0.0)) for rank, norm in wrong.items())
+        if are_own:
             evidence += "; it is the norm of the rank's own parts"
-            confidence = "high"
         else:
-            ratio = write_ratio(wrong[rank] / expected) if expected else "?"
+            ratio = write_ratio(first / expected) if expected else "?"
             evidence += f", {ratio} times as much: parts are left out, or counted more than once"
         return Difference(
             kind=ErrorKind.LOCAL_NORM,
@@ -118,39 +159,51 @@ class NormCheck:
             step=self.step + 1,
             evidence=evidence,
             remedy=NORM_REMEDY,
-            confidence=confidence,
+            confidence="high" if are_own else "medium",
         )
 
     def _check_coefficients(self) -> list[Difference]:
         """Compare by how much ranks and the reference shortened their gradients."""
-        if self.reference is None:
+        first = self._get_reference_step()
+        expected = None if first is None else _compute_coefficient(first)
+        if expected is None:
             return []
-        first = self.reference.ranks[min(self.reference.ranks)].record.steps[self.step]
-        if not first.updated_norm or not first.kept_norm:
+        factors = {}
+        for rank, step in self.run.list_steps(self.step).items():
+            factor = _compute_coefficient(step)
+            if factor is not None and rank not in self.entries.adding_ranks:
+                factors[rank] = factor
+        if not self._select_wrong(factors, expected):
             return []
-        expected = first.updated_norm / first.kept_norm
-        steps = self.run.list_steps(self.step)
-        factors = {
-            rank: step.updated_norm / step.kept_norm
-            for rank, step in steps.items()
-            if step.updated_norm and step.kept_norm and rank not in self.entries.adding_ranks
-        }
-        wrong = {rank: factor for rank, factor in factors.items() if not self._is_near(factor, expected)}
-        if not wrong:
-            return []
-        figures = ", ".join(f"rank {rank} {write_ratio(factor)}" for rank, factor in sorted(factors.items())[:4])
-        differ = any(not is_same_ratio(factor, next(iter(factors.values()))) for factor in factors.values())
-        return [
-            Difference(
-                kind=ErrorKind.LOCAL_NORM if differ else ErrorKind.WRONG_UPDATE,
-                where="",
-                step=self.step + 1,
-                evidence=f"gradients agree, and were multiplied before the update by {write_ratio(expected)} in the "
-                f"reference, by {figures} on the ranks",
-                remedy=NORM_REMEDY if differ else "look at what is done to the gradients between backward and update",
-                confidence="high" if differ else "medium",
-            )
-        ]
+        return [self._describe_coefficients(factors, expected)]
+
+    def _describe_coefficients(self, factors: Mapping[int, float], expected: float) -> Difference:
+        figures = _write_by_rank({rank: write_ratio(factor) for rank, factor in factors.items()})
+        kind = ErrorKind.WRONG_UPDATE
+        remedy = "look at what is done to the gradients between backward and update"
+        confidence = "medium"
+        first = next(iter(factors.values()))
+        # one factor of all ranks is no rank's own norm
+        if not all(is_same_ratio(factor, first) for factor in factors.values()):
+            kind = ErrorKind.LOCAL_NORM
+            remedy = NORM_REMEDY
+            confidence = "high"
+        return Difference(
+            kind=kind,
+            where="",
+            step=self.step + 1,
+            evidence=f"gradients agree, and were multiplied before the update by {write_ratio(expected)} in the "
+            f"reference, by {figures} on the ranks",
+            remedy=remedy,
+            confidence=confidence,
+        )
+
+
+def _compute_coefficient(step: ProvedStep) -> float | None:
+    """What a step's gradients were multiplied with between backward and update; None where they are unknown or zero."""
+    if not step.updated_norm or not step.kept_norm:
+        return None
+    return step.updated_norm / step.kept_norm
 
 
 def find_early_clipping(
@@ -169,31 +222,49 @@ def find_early_clipping(
     """
     steps = run.list_steps(step)
     clippings = {rank: own.clipping for rank, own in steps.items() if own.clipping is not None}
-    are_unreduced = bool(found) and all(one.kind is ErrorKind.MISSING_REDUCTION for one in found)
-    if len(clippings) < max(len(steps), 2) or not are_unreduced or len(entries.differing) < len(entries.compared):
+    if len(clippings) < max(len(steps), 2):
         return None
-    updated = [{part.name: run.ranks[rank].read(part) for part in own.weights} for rank, own in steps.items()]
-    if not updated[0] or not all(_are_same(updated[0], other) for other in updated[1:]):
+    are_unreduced = all(one.kind is ErrorKind.MISSING_REDUCTION for one in found)
+    if not found or not are_unreduced:
+        return None
+    if len(entries.differing) < len(entries.compared):
+        return None
+    updated = []
+    for rank, own in steps.items():
+        weights = {part.name: run.ranks[rank].read(part) for part in own.weights}
+        updated.append(weights)
+    first = updated[0]
+    if not first or not all(_are_same(first, other) for other in updated[1:]):
         return None
     own_norms = compute_rank_norms(entries)
-    are_own = all(np.isclose(one.norm, own_norms.get(rank, 0.0), rtol=OWN_NORM) for rank, one in clippings.items())
-    shortening = {rank: one.norm for rank, one in clippings.items() if 0 < one.max_norm < one.norm}
-    if not are_own or not shortening:
+    figures = {}
+    for rank, clipping in clippings.items():
+        if not np.isclose(clipping.norm, own_norms.get(rank, 0.0), rtol=OWN_NORM):
+            return None
+        # a larger limit than the norm changes nothing
+        if 0 < clipping.max_norm < clipping.norm:
+            figures[rank] = significant(clipping.norm, 6)
+    if not figures:
         return None
-    figures = ", ".join(f"rank {rank} {significant(norm, 6)}" for rank, norm in sorted(shortening.items())[:4])
+    each = _write_by_rank(figures)
     return Difference(
         kind=ErrorKind.LOCAL_NORM,
         where="",
         step=step + 1,
-        evidence=f"ranks clip their own gradients before these are brought together, each by its own norm: {figures}",
+        evidence=f"ranks clip their own gradients before these are brought together, each by its own norm: {each}",
         remedy="bring the gradients together between ranks first, then clip",
     )
 
 
 def _are_same(one: Mapping[str, Array | None], other: Mapping[str, Array | None]) -> bool:
     """Whether two ranks have the same weights."""
-    pairs = [(array, other.get(name)) for name, array in one.items()]
-    return all(array is not None and mine is not None and is_same_start(mine, array) for array, mine in pairs)
+    for name, array in one.items():
+        beside = other.get(name)
+        if array is None or beside is None:
+            return False
+        if not is_same_start(beside, array):
+            return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -226,51 +297,71 @@ class Updates:
         """Compare the changes of all weights, and name the error that they show."""
         errors: dict[str, list[_Update]] = {}
         for name, parts in self.after.compared.items():
-            found = [update for entry in parts if (update := self._measure(entry)) is not None]
+            measured = [self._measure(entry) for entry in parts]
+            found = [update for update in measured if update is not None]
             if found:
                 errors[name] = found
         if not errors:
             return UpdateResult(None, [])
-        worst = max((one for found in errors.values() for one in found), key=lambda one: one.error / one.tolerance)
-        name = f"step {self.step}: update of the weights"
-        row = build_row(name, worst.error, worst.tolerance, tensors=len(errors))
-        names = [name for name, found in errors.items() if any(one.differs for one in found)]
-        names = order.sort_backward(names)
-        return UpdateResult(row, [_describe_update(names, errors, self.step)] if names else [])
+        updates = list(itertools.chain.from_iterable(errors.values()))
+        worst = max(updates, key=lambda one: one.error / one.tolerance)
+        row = build_row(
+            f"step {self.step}: update of the weights",
+            worst.error,
+            worst.tolerance,
+            tensors=len(errors),
+        )
+        wrong = [name for name, found in errors.items() if any(one.differs for one in found)]
+        if not wrong:
+            return UpdateResult(row, [])
+        names = order.sort_backward(wrong)
+        difference = _describe_update(names, errors, self.step)
+        return UpdateResult(row, [difference])
 
     def _measure(self, entry: ComparedPart) -> "_Update | None":
         """Compare the change of one part; None where rounding hides it."""
         name = entry.place.name
         whole_before = self.reference_before.get(name)
         before = self.before(entry)
-        if whole_before is None or before is None or whole_before.shape != entry.whole.shape:
+        whole_shape = entry.whole.shape
+        if whole_before is None or before is None or whole_before.shape != whole_shape:
             return None
-        block = tuple(slice(start, start + length) for start, length in zip(entry.place.starts, entry.array.shape))
+        gradient = self.gradients.get(name)
+        if gradient is None or gradient.shape != whole_shape:
+            return None
+        bounds = zip(entry.place.starts, entry.array.shape)
+        block = tuple(slice(start, start + length) for start, length in bounds)
         mine = entry.array - before
         theirs = entry.reference - whole_before[block]
-        gradient = self.gradients.get(name)
-        if gradient is None or gradient.shape != entry.whole.shape:
-            return None
-        is_large = np.abs(gradient[block]) > LARGE_GRADIENT * self.rounding.get_noise(gradient, name)
+        noise = self.rounding.get_noise(gradient, name)
+        is_large = np.abs(gradient[block]) > LARGE_GRADIENT * noise
         norm = _compute_norm(theirs, is_large)
         if not norm:
             return None
-        tolerance = self._allow(name, _compute_norm(entry.reference, is_large) / norm)
+        weights = _compute_norm(entry.reference, is_large) / norm
+        tolerance = self._allow(name, weights)
         other = self.perturbed.get(name)
-        if other is not None and other.shape == entry.whole.shape:
-            tolerance = max(tolerance, SAFETY * _compute_norm(other[block] - theirs, is_large) / norm)
+        if other is not None and other.shape == whole_shape:
+            moved = _compute_norm(other[block] - theirs, is_large)
+            tolerance = max(tolerance, SAFETY * moved / norm)
         if tolerance > MOST_UPDATE_TOLERANCE:
             return None
-        error = _compute_norm(mine - theirs, is_large) / norm
-        ratio = float((mine * theirs)[is_large].sum()) / norm**2
-        return _Update(entry.rank, error, tolerance, ratio, not mine.any())
+        product = (mine * theirs)[is_large]
+        return _Update(
+            rank=entry.rank,
+            error=_compute_norm(mine - theirs, is_large) / norm,
+            tolerance=tolerance,
+            ratio=float(product.sum()) / norm**2,
+            is_none=not mine.any(),
+        )
 
     def _allow(self, name: str, weights: float) -> float:
         """Compute what rounding may make of an update of weights that are so many times as large."""
         dtype = self.dtypes.get(name, "").removeprefix("torch.")
         epsilon = EPSILONS.get(dtype, EPSILONS["float32"])
         from_gradient = ROUNDING_OF_UPDATE * self.rounding.allow(name)
-        return max(LEAST_UPDATE_TOLERANCE, from_gradient, ROUNDED_WEIGHTS * epsilon * weights)
+        from_weights = ROUNDED_WEIGHTS * epsilon * weights
+        return max(LEAST_UPDATE_TOLERANCE, from_gradient, from_weights)
 
 
 def _compute_norm(array: Array, chosen: Array) -> float:
@@ -296,16 +387,18 @@ def _describe_update(names: Sequence[str], errors: Mapping[str, Sequence[_Update
     wrong = [one for one in errors[first] if one.differs]
     still = [one.rank for one in wrong if one.is_none]
     worst = max(wrong, key=lambda one: one.error)
-    evidence = (
-        f"gradients agree; the update of {first} on {describe_ranks([one.rank for one in wrong])} differs by "
-        f"{significant(worst.error, 2)} of its norm and is {write_ratio(worst.ratio)} times the reference's"
-    )
     if still:
         evidence = f"gradients agree; {describe_ranks(still)} did not update {first}"
-    by_rank: dict[int, list[float]] = {}
-    for found in errors.values():
-        for one in found:
-            by_rank.setdefault(one.rank, []).append(one.ratio)
+    else:
+        ranks = describe_ranks([one.rank for one in wrong])
+        error = significant(worst.error, 2)
+        ratio = write_ratio(worst.ratio)
+        evidence = (
+            f"gradients agree; the update of {first} on {ranks} differs by {error} of its norm "
+            f"and is {ratio} times the reference's"
+        )
+    # a script may keep one weight out of the optimizer on purpose
+    is_certain = not still or len(errors) > 1
     return Difference(
         kind=ErrorKind.WRONG_UPDATE,
         where=first,
@@ -313,5 +406,5 @@ def _describe_update(names: Sequence[str], errors: Mapping[str, Sequence[_Update
         evidence=evidence,
         remedy="look at the optimizer: learning rate, state, and whether ranks get the weights that others updated",
         others=tuple(names[1 : MAX_OTHERS_SHOWING + 1]),
-        confidence="high" if not still or len(errors) > 1 else "medium",
+        confidence="high" if is_certain else "medium",
     )
