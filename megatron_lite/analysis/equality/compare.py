@@ -12,7 +12,13 @@ from megatron_lite.analysis.equality.check_gradients import check_gradients, wri
 from megatron_lite.analysis.equality.check_outputs import STATISTICS_REMEDY, check_outputs, describe_name
 from megatron_lite.analysis.equality.check_random import check_dropout, check_start
 from megatron_lite.analysis.equality.check_shards import name_wrong_order
-from megatron_lite.analysis.equality.check_updates import NormCheck, Updates, compute_norm, find_early_clipping
+from megatron_lite.analysis.equality.check_updates import (
+    MAX_RANKS_WRITTEN,
+    NormCheck,
+    Updates,
+    compute_norm,
+    find_early_clipping,
+)
 from megatron_lite.analysis.equality.compared_parts import ComparedPart, ComparedParts, collect_entries, group_replicas
 from megatron_lite.analysis.equality.facts import LayoutFacts
 from megatron_lite.analysis.equality.fused_parts import split_fused_parts
@@ -84,13 +90,20 @@ class _Sides:
         if self.perturbed is not None and self.perturbed.steps > step:
             others = _assemble_step(self.perturbed, list_parts, step, self.aliases)
         factor = LATER_STEPS if step else 1.0
-        return wholes, measure_rounding(self.precision, wholes, others, factor), others
+        rounding = measure_rounding(self.precision, wholes, others, factor)
+        return wholes, rounding, others
 
     def collect(
         self, list_parts: Callable[[RankRun, int], Parts], step: int, wholes: Mapping[str, Array], rounding: Rounding
     ) -> ComparedParts:
         """Lay the ranks' parts of a kind beside the reference's wholes."""
-        return collect_entries(self.run, self.places, lambda rank: list_parts(rank, step), wholes, rounding)
+        return collect_entries(
+            self.run,
+            self.places,
+            lambda rank: list_parts(rank, step),
+            wholes,
+            rounding,
+        )
 
 
 def _list_gradients(rank: RankRun, step: int) -> Parts:
@@ -219,7 +232,8 @@ def _compare_sides(sides: _Sides, probe: ProvedRun | None, is_fed: bool, answer:
     if not at_start:
         before = len(answer.differences)
         _compare_numbers(sides, answer)
-        if is_fed and len(answer.differences) > before:
+        is_more = len(answer.differences) > before
+        if is_fed and is_more:
             _doubt_guesses(sides, unfed, answer)
     elif not answer.rows:
         answer.leave_out("gradients, as the ranks' weights differ at the start already")
@@ -231,7 +245,10 @@ def _doubt_guesses(sides: _Sides, unfed: ProvedRun, answer: _Answer) -> None:
     """Lower the confidence where the reference was fed weights whose parts lie as it was guessed."""
     start, aliases = read_start(unfed)
     places = place_parameters(sides.run, start, aliases)
-    guessed = [place.name for place in places.found.values() if place.is_guessed and not place.is_constant]
+    guessed = []
+    for place in places.found.values():
+        if place.is_guessed and not place.is_constant:
+            guessed.append(place.name)
     if not guessed:
         return
     names = _write_names(list(dict.fromkeys(guessed)))
@@ -244,13 +261,15 @@ def _check_start(sides: _Sides, unfed: ProvedRun, is_fed: bool) -> list[Differen
     if not is_fed:
         return check_start(sides.run, sides.places, sides.start, sides.order)
     start, aliases = read_start(unfed)
-    return check_start(sides.run, place_parameters(sides.run, start, aliases), start, sides.order)
+    places = place_parameters(sides.run, start, aliases)
+    return check_start(sides.run, places, start, sides.order)
 
 
 def _list_unplaced(sides: _Sides) -> list[str]:
-    names = list(dict.fromkeys(name for _, name in sides.places.unknown))
+    unknown = [name for _, name in sides.places.unknown]
     lines = []
-    if names:
+    if unknown:
+        names = list(dict.fromkeys(unknown))
         lines.append(f"{_write_names(names)}: the reference has no such parameter")
     held = {place.name for place in sides.places.found.values()}
     lacking = [name for name in sides.start if name not in held]
@@ -267,7 +286,9 @@ def _write_names(names: list[str]) -> str:
 
 def _note_statistics(sides: _Sides, differences: list[Difference]) -> list[str]:
     """Note modules that normalize by a rank's batch, where that made no difference."""
-    if len(sides.roles.data_ranks) < 2 or any(one.kind is ErrorKind.LOCAL_STATISTICS for one in differences):
+    if len(sides.roles.data_ranks) < 2:
+        return []
+    if any(one.kind is ErrorKind.LOCAL_STATISTICS for one in differences):
         return []
     modules = _list_local_statistics(sides.run)
     if not modules:
@@ -276,13 +297,18 @@ def _note_statistics(sides: _Sides, differences: list[Difference]) -> list[str]:
 
 
 def _list_local_statistics(run: ProvedRun) -> list[str]:
-    outputs = (output for rank in run.ranks.values() for output in rank.record.outputs)
-    return list(dict.fromkeys(output.module for output in outputs if output.has_local_statistics))
+    modules = []
+    for rank in run.ranks.values():
+        for output in rank.record.outputs:
+            if output.has_local_statistics:
+                modules.append(output.module)
+    return list(dict.fromkeys(modules))
 
 
 def _compare_numbers(sides: _Sides, answer: _Answer) -> None:
     """Compare losses, outputs, gradients and updates, if both runs had the same samples and weights."""
-    own = find_roles(sides.reference, place_parameters(sides.reference, sides.start, sides.aliases))
+    own_places = place_parameters(sides.reference, sides.start, sides.aliases)
+    own = find_roles(sides.reference, own_places)
     reason = ""
     if not has_same_rows(sides.run, sides.roles, sides.reference, own, 1):
         reason = "the reference took other samples"
@@ -293,14 +319,22 @@ def _compare_numbers(sides: _Sides, answer: _Answer) -> None:
         _compare_own_sums(sides.run, sides.places, sides.roles, sides.order, answer)
         return
     outputs = compare_outputs(
-        sides.run, sides.places, sides.roles, sides.reference, sides.perturbed, sides.precision, sides.start
+        sides.run,
+        sides.places,
+        sides.roles,
+        sides.reference,
+        sides.perturbed,
+        sides.precision,
+        sides.start,
     )
     compared: set[str] = set()
     for step in range(sides.steps):
         if step and not has_same_rows(sides.run, sides.roles, sides.reference, own, step + 1):
             answer.leave_out(f"step {step + 1}: the reference took other samples")
             break
-        found = _compare_step(sides, step, outputs if step == 0 else [], answer, compared)
+        # those of later steps are not recorded
+        of_step = outputs if step == 0 else []
+        found = _compare_step(sides, step, of_step, answer, compared)
         answer.differences += found
         if found:
             break
@@ -313,9 +347,13 @@ def _compare_numbers(sides: _Sides, answer: _Answer) -> None:
 
 
 def _has_gradient(sides: _Sides, name: str) -> bool:
+    if all(place.name != name for place in sides.places.found.values()):
+        return False
     first = sides.reference.ranks[min(sides.reference.ranks)]
-    names = {sides.aliases.get(part.name, part.name) for part in first.record.steps[0].gradients if part.key}
-    return name in names and any(place.name == name for place in sides.places.found.values())
+    for part in first.record.steps[0].gradients:
+        if part.key and sides.aliases.get(part.name, part.name) == name:
+            return True
+    return False
 
 
 def _add_outputs(outputs: list[ComparedOutput], agrees: bool, answer: _Answer) -> None:
@@ -325,8 +363,17 @@ def _add_outputs(outputs: list[ComparedOutput], agrees: bool, answer: _Answer) -
     measured = [output.measured for output in told if output.measured is not None]
     if measured:
         worst = max(measured, key=lambda one: one.error / one.tolerance)
-        answer.rows.append(build_row("step 1: outputs of modules", worst.error, worst.tolerance, tensors=len(measured)))
-    left = [describe_name(one.key.module) for one in outputs if one not in told and one.likeness in UNTOLD]
+        row = build_row(
+            "step 1: outputs of modules",
+            worst.error,
+            worst.tolerance,
+            tensors=len(measured),
+        )
+        answer.rows.append(row)
+    left = []
+    for output in outputs:
+        if output.likeness in UNTOLD and output.likeness not in counted_ones:
+            left.append(describe_name(output.key.module))
     if left:
         names = _write_names(list(dict.fromkeys(left)))
         answer.notes.append(f"outputs of {names} could not be laid beside the reference's")
@@ -340,7 +387,8 @@ def _compare_step(
     entries = sides.collect(_list_gradients, step, wholes, rounding)
     compared.update(entries.compared)
     differs = bool(entries.differing or entries.surplus)
-    _add_outputs(outputs, bool(entries.compared) and not differs, answer)
+    agrees = bool(entries.compared) and not differs
+    _add_outputs(outputs, agrees, answer)
     row = compare_losses(sides.run, sides.reference, sides.perturbed, sides.precision, step)
     if row is not None:
         answer.rows.append(row)
@@ -351,19 +399,29 @@ def _compare_step(
         return forward + _explain_gradients(sides, step, entries, forward, rounding, answer)
     if not entries.compared:
         return forward
-    if row is not None and (row.difference is None or row.difference > row.tolerance):
+    if row is not None and _is_beyond(row):
         answer.notes.append(f"{row.name}: backward was called on other losses than in the reference; gradients agree")
     return _compare_update(sides, step, wholes, rounding, entries, answer)
 
 
+def _is_beyond(row: ComparedRow) -> bool:
+    """Whether rounding does not explain a row's difference, which is unknown where numbers are not finite."""
+    if row.difference is None:
+        return True
+    return row.difference > row.tolerance
+
+
 def _build_gradient_row(entries: ComparedParts, step: int) -> ComparedRow:
     worst = entries.worst
-    squares = sum(float(np.square(parts[0].whole).sum()) for parts in entries.compared.values())
+    squares = []
+    for parts in entries.compared.values():
+        square = np.square(parts[0].whole).sum()
+        squares.append(float(square))
     return build_row(
         f"step {step + 1}: gradients",
         worst.error if worst else 0.0,
         worst.tolerance if worst else 0.0,
-        reference=float(np.sqrt(squares)),
+        reference=float(np.sqrt(sum(squares))),
         proved=compute_norm(entries),
         tensors=len(entries.compared),
     )
@@ -376,7 +434,9 @@ def _explain_gradients(
     if forward:
         # they follow from the forward; what ranks made of their own gradients shows what does not
         own = collect_own_sums(sides.run, sides.places, sides.roles, rounding, step)
-        found = check_gradients(own, sides.order, sides.facts, step + 1) if own.differing else []
+        if not own.differing:
+            return []
+        found = check_gradients(own, sides.order, sides.facts, step + 1)
         return [one for one in found if one.kind is not ErrorKind.UNKNOWN]
     found = check_gradients(entries, sides.order, sides.facts, step + 1)
     early = find_early_clipping(sides.run, entries, found, step)
@@ -393,17 +453,10 @@ def _explain_rest(
     """Look for reasons of gradients that no pattern explains: ranks' weights in the mean, and local statistics."""
     first = found[0]
     if not sides.roles.is_cut and len(sides.roles.stages) == 1:
-        local = read_local_gradients(sides.run, sides.places, step)
-        whole = {name: parts[0].whole for name, parts in entries.compared.items()}
-        ranks = sorted(sides.run.ranks)
-        tolerance = max((rounding.allow(name) for name in whole), default=0.0)
-        theirs = find_weights(whole, local, ranks, 2 * tolerance)
-        mine = find_weights(
-            {name: parts[0].array for name, parts in entries.compared.items()}, local, ranks, 2 * tolerance
-        )
-        is_one = all(_are_one(parts) for parts in entries.compared.values())
-        if is_one and theirs is not None and mine is not None and not theirs.is_near(mine):
-            return _describe_weights(sides, first, theirs.weights, mine.weights, answer)
+        weights = _find_other_weights(sides, step, entries, rounding)
+        if weights is not None:
+            theirs, mine = weights
+            return _describe_weights(sides, first, theirs, mine, answer)
     statistics = _list_local_statistics(sides.run)
     if statistics and len(sides.roles.data_ranks) > 1 and not step:
         return [
@@ -420,6 +473,29 @@ def _explain_rest(
     return found
 
 
+def _find_other_weights(
+    sides: _Sides, step: int, entries: ComparedParts, rounding: Rounding
+) -> tuple[Mapping[int, float], Mapping[int, float]] | None:
+    """Find by which weights ranks' gradients are in the reference's, and in their own sum; None where by the same."""
+    if not all(_are_one(parts) for parts in entries.compared.values()):
+        return None
+    local = read_local_gradients(sides.run, sides.places, step)
+    ranks = sorted(sides.run.ranks)
+    whole = {}
+    summed = {}
+    allowed = 0.0
+    for name, parts in entries.compared.items():
+        whole[name] = parts[0].whole
+        summed[name] = parts[0].array
+        allowed = max(allowed, rounding.allow(name))
+    tolerance = 2 * allowed
+    theirs = find_weights(whole, local, ranks, tolerance)
+    mine = find_weights(summed, local, ranks, tolerance)
+    if theirs is None or mine is None or theirs.is_near(mine):
+        return None
+    return theirs.weights, mine.weights
+
+
 def _are_one(parts: Sequence[ComparedPart]) -> bool:
     """Whether all ranks have the same part of a gradient."""
     return len(group_replicas(parts)) == 1 and len(list_distinct(parts)) == 1
@@ -429,13 +505,16 @@ def _describe_weights(
     sides: _Sides, first: Difference, theirs: Mapping[int, float], mine: Mapping[int, float], answer: _Answer
 ) -> list[Difference]:
     """Report ranks that weigh otherwise in the gradient than in the reference's."""
-    rows = {rank: len(list_rows(sides.run.ranks[rank], 0)) for rank in theirs}
-    figures = ", ".join(
-        f"rank {rank} {write_ratio(mine[rank])} for {write_ratio(theirs[rank])}" for rank in sorted(theirs)[:4]
-    )
-    if len(set(rows.values())) > 1:
+    counts = [len(list_rows(sides.run.ranks[rank], 0)) for rank in theirs]
+    written = []
+    for rank in sorted(theirs)[:MAX_RANKS_WRITTEN]:
+        own = write_ratio(mine[rank])
+        other = write_ratio(theirs[rank])
+        written.append(f"rank {rank} {own} for {other}")
+    figures = ", ".join(written)
+    if len(set(counts)) > 1:
         answer.leave_out(
-            f"gradients: ranks have {', '.join(map(str, rows.values()))} samples, and the mean of their means is not "
+            f"gradients: ranks have {', '.join(map(str, counts))} samples, and the mean of their means is not "
             f"that of the batch ({figures})"
         )
         return []
@@ -471,16 +550,24 @@ def _compare_update(
     wholes, of_weights, others = sides.measure(_list_weights, step)
     if not wholes:
         return []
-    before = sides.start if step == 0 else _assemble_step(sides.reference, _list_weights, step - 1, sides.aliases)
+    before = sides.start
+    if step:
+        before = _assemble_step(sides.reference, _list_weights, step - 1, sides.aliases)
 
     def read_before(entry: ComparedPart) -> Array | None:
         rank = sides.run.ranks[entry.rank]
         parts = rank.record.weights if step == 0 else _list_weights(rank, step - 1)
         part = find_part(parts, entry.own_name)
         array = None if part is None else rank.read(part)
-        return array if array is not None and array.shape == entry.array.shape else None
+        if array is None or array.shape != entry.array.shape:
+            return None
+        return array
 
-    moved = {name: array - before[name] for name, array in (others or {}).items() if name in before}
+    moved = {}
+    for name, array in (others or {}).items():
+        if name in before:
+            moved[name] = array - before[name]
+    first = next(iter(sides.reference.ranks.values()))
     updates = Updates(
         after=sides.collect(_list_weights, step, wholes, of_weights),
         before=read_before,
@@ -488,7 +575,7 @@ def _compare_update(
         gradients=gradients,
         rounding=rounding,
         perturbed=moved,
-        dtypes=_read_dtypes(next(iter(sides.reference.ranks.values())).record),
+        dtypes=_read_dtypes(first.record),
         step=step + 1,
     )
     result = updates.compare(sides.order)
@@ -508,7 +595,9 @@ def _compare_alone(run: ProvedRun, answer: _Answer) -> None:
     roles = find_roles(run, places)
     order = CallOrder.read(run)
     answer.differences += check_data(run, roles, None)
-    at_start = [one for one in check_start(run, places, start, order) if one.kind is ErrorKind.RANDOM_MUST_AGREE]
+    found = check_start(run, places, start, order)
+    # the start is the ranks' own, of which they can only disagree
+    at_start = [one for one in found if one.kind is ErrorKind.RANDOM_MUST_AGREE]
     answer.differences += at_start
     answer.leave_out("losses, outputs and updates, as there is no reference")
     if not at_start:
@@ -523,8 +612,11 @@ def _compare_own_sums(run: ProvedRun, places: Places, roles: Roles, order: CallO
     is_any = False
     for step in range(run.steps):
         local = read_local_gradients(run, places, step)
-        means = {name: np.mean(list(arrays.values()), axis=0) for name, arrays in local.items()}
-        entries = collect_own_sums(run, places, roles, measure_rounding(precision, means, None), step)
+        means = {}
+        for name, arrays in local.items():
+            means[name] = np.mean(list(arrays.values()), axis=0)
+        rounding = measure_rounding(precision, means, None)
+        entries = collect_own_sums(run, places, roles, rounding, step)
         if not entries.compared:
             continue
         is_any = True
@@ -556,19 +648,17 @@ def _doubt_own_sum(
         gradients = {name: parts[0].array for name, parts in entries.compared.items()}
         weights = find_weights(gradients, local, ranks, 1e-3)
         if weights is not None:
-            figures = ", ".join(f"rank {rank} {write_ratio(weight)}" for rank, weight in weights.weights.items())
+            written = [f"rank {rank} {write_ratio(weight)}" for rank, weight in weights.weights.items()]
+            figures = ", ".join(written)
             answer.leave_out(f"gradients: ranks weigh differently in them ({figures}), which may be meant")
             return []
     doubted = []
     for one in found:
         if one.kind in (ErrorKind.FACTOR, ErrorKind.UNKNOWN, ErrorKind.REDUCED_TWICE):
-            one = Difference(
-                kind=one.kind,
-                where=one.where,
-                step=one.step,
-                evidence=f"{one.evidence.replace('the reference', 'the ranks')}, if the loss is not scaled on purpose",
-                remedy=one.remedy,
-                others=one.others,
+            evidence = one.evidence.replace("the reference", "the ranks")
+            one = msgspec.structs.replace(
+                one,
+                evidence=f"{evidence}, if the loss is not scaled on purpose",
                 confidence="medium",
             )
         doubted.append(one)
