@@ -200,7 +200,7 @@ class NormCheck:
 
 
 def _compute_coefficient(step: ProvedStep) -> float | None:
-    """What a step's gradients were multiplied with between backward and update; None where they are unknown or zero."""
+    """Compute the factor of a step's gradients between backward and update; None where norms are unknown or zero."""
     if not step.updated_norm or not step.kept_norm:
         return None
     return step.updated_norm / step.kept_norm
