@@ -37,13 +37,30 @@ def compare_losses(
     pairs = [(_combine(mine, combine), _combine(theirs, combine)) for combine in COMBINATIONS]
     one, other = min(pairs, key=lambda pair: _compute_distance(*pair))
     tolerance = max(precision.unmeasured, LEAST_LOSS_TOLERANCE)
-    others = [] if perturbed is None or perturbed.steps <= step else _read_losses(perturbed, step)
-    if others:
-        moved = min(_compute_distance(_combine(others, combine), other) for combine in COMBINATIONS)
-        tolerance = max(tolerance, SAFETY * moved)
+    if perturbed is not None and perturbed.steps > step:
+        others = _read_losses(perturbed, step)
+        moved = SAFETY * _find_nearest(others, other)
+        tolerance = max(tolerance, moved)
     if step:
         tolerance = min(tolerance * LATER_STEPS, MOST_LATER)
-    return build_row(f"step {step + 1}: loss", _compute_distance(one, other), tolerance, other, one)
+    return build_row(
+        name=f"step {step + 1}: loss",
+        difference=_compute_distance(one, other),
+        tolerance=tolerance,
+        reference=other,
+        proved=one,
+    )
+
+
+def _find_nearest(losses: Sequence[Sequence[float]], other: float) -> float:
+    """How far the nearest combination of losses is from another run's loss; 0 where there are no losses."""
+    if not losses:
+        return 0.0
+    distances = []
+    for combine in COMBINATIONS:
+        loss = _combine(losses, combine)
+        distances.append(_compute_distance(loss, other))
+    return min(distances)
 
 
 def _read_losses(run: ProvedRun, step: int) -> list[list[float]]:
@@ -57,10 +74,14 @@ def _read_losses(run: ProvedRun, step: int) -> list[list[float]]:
 
 
 def _combine(losses: Sequence[Sequence[float]], combine: Combine) -> float:
-    return float(np.mean([combine(own) for own in losses]))
+    """The mean over ranks of what their losses are together."""
+    of_ranks = [combine(own) for own in losses]
+    return float(np.mean(of_ranks))
 
 
 def _compute_distance(one: float, other: float) -> float:
     """Compute the relative distance of two losses."""
     distance = abs(one - other)
-    return distance / abs(other) if other else distance
+    if not other:
+        return distance
+    return distance / abs(other)

@@ -63,7 +63,8 @@ class ProvedRun:
 def read_run(folder: Path) -> ProvedRun:
     """Read the records of a command's ranks; what is missing or damaged is named."""
     ranks = {}
-    missing = []
+    # by rank: why it is left out
+    missing = {}
     world = 0
     for path in sorted(folder.glob(RANK_FILE.format("*"))):
         number = path.stem.removeprefix("rank")
@@ -71,22 +72,22 @@ def read_run(folder: Path) -> ProvedRun:
             continue
         rank = _read_rank(folder, int(number))
         if isinstance(rank, str):
-            missing.append(rank)
+            missing[int(number)] = rank
             continue
         world = max(world, rank.record.ranks)
         ranks[rank.record.rank] = rank
     world = max(world, len(ranks))
-    named = {line.partition(":")[0] for line in missing}
     for lost in range(world):
-        if lost not in ranks and f"rank {lost}" not in named:
-            missing.append(f"rank {lost}: it left no record")
-    return ProvedRun(ranks, world, tuple(missing))
+        if lost not in ranks and lost not in missing:
+            missing[lost] = f"rank {lost}: it left no record"
+    return ProvedRun(ranks, world, tuple(missing.values()))
 
 
 def _read_rank(folder: Path, number: int) -> RankRun | str:
     """Read a rank's files, or say why not."""
     try:
-        record = msgspec.json.decode((folder / RANK_FILE.format(number)).read_bytes(), type=ProveRecord)
+        content = (folder / RANK_FILE.format(number)).read_bytes()
+        record = msgspec.json.decode(content, type=ProveRecord)
     except (OSError, msgspec.DecodeError) as error:
         return f"rank {number}: its record cannot be read ({error})"
     if record.failure:
@@ -100,27 +101,35 @@ def _read_rank(folder: Path, number: int) -> RankRun | str:
     try:
         damaged = zipfile.ZipFile(path).testzip()
         tensors = np.load(path)
-        has_shapes = all(tensors[key].dtype.kind == "f" for key in keys if key in tensors)
+        has_numbers = all(tensors[key].dtype.kind == "f" for key in keys if key in tensors)
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         return f"rank {number}: its tensors cannot be read ({error})"
-    lacking = keys - set(tensors)
-    if damaged or lacking or not has_shapes:
-        return f"rank {number}: its tensors are damaged ({damaged or ', '.join(sorted(lacking)[:1]) or 'no numbers'})"
+    lacking = sorted(keys - set(tensors))
+    if lacking and not damaged:
+        damaged = lacking[0]
+    if not has_numbers and not damaged:
+        damaged = "no numbers"
+    if damaged:
+        return f"rank {number}: its tensors are damaged ({damaged})"
     return RankRun(number_parts(record), tensors)
 
 
 def number_parts(record: ProveRecord) -> ProveRecord:
     """Give parts that a rank has of one parameter names of their own."""
-    steps = [
-        msgspec.structs.replace(
+    steps = []
+    for step in record.steps:
+        numbered = msgspec.structs.replace(
             step,
             gradients=_number(step.gradients),
             local_gradients=_number(step.local_gradients),
             weights=_number(step.weights),
         )
-        for step in record.steps
-    ]
-    return msgspec.structs.replace(record, weights=_number(record.weights), steps=tuple(steps))
+        steps.append(numbered)
+    return msgspec.structs.replace(
+        record,
+        weights=_number(record.weights),
+        steps=tuple(steps),
+    )
 
 
 def _number(parts: Parts) -> tuple[TensorPart, ...]:
@@ -160,9 +169,11 @@ def group_ranks(run: ProvedRun, key: Callable[[RankRun], object]) -> list[list[i
 
 def list_rows(rank: RankRun, step: int) -> tuple[str, ...]:
     """Hashes of the rows that a rank took in a step, from 0, in order."""
-    return tuple(row for batch in rank.record.steps[step].micro_batches for row in batch.rows)
+    batches = rank.record.steps[step].micro_batches
+    return tuple(row for batch in batches for row in batch.rows)
 
 
 def list_indices(rank: RankRun, step: int) -> tuple[int, ...]:
     """Loaders' indices of the samples that a rank took in a step, from 0, in order."""
-    return tuple(index for batch in rank.record.steps[step].micro_batches for index in batch.indices)
+    batches = rank.record.steps[step].micro_batches
+    return tuple(index for batch in batches for index in batch.indices)
