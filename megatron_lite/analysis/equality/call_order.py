@@ -19,13 +19,19 @@ class CallOrder:
         """Read the order from what was recorded."""
         calls: dict[str, tuple[int, int]] = {}
         parameters: dict[str, int] = {}
-        for _, rank in sorted(reference.ranks.items()):
-            for output in rank.record.outputs:
-                first, _ = calls.get(output.module, (output.call, output.call))
-                calls[output.module] = (first, output.call)
-            for part in rank.record.weights:
+        for number in sorted(reference.ranks):
+            record = reference.ranks[number].record
+            for output in record.outputs:
+                module = output.module
+                last = output.call
+                first, _ = calls.get(module, (last, last))
+                calls[module] = (first, last)
+            for part in record.weights:
                 parameters.setdefault(part.name, len(parameters))
-        return CallOrder(calls, parameters)
+        return CallOrder(
+            calls=calls,
+            parameters=parameters,
+        )
 
     def sort_backward(self, names: list[str]) -> list[str]:
         """Sort parameters as backward reaches them: those of the module that is called last first."""
@@ -33,6 +39,10 @@ class CallOrder:
 
     def _rank_backward(self, name: str) -> tuple[int, int]:
         module, _, _ = name.rpartition(".")
-        call = self.calls.get(module)
         number = self.parameters.get(name, 0)
-        return (0 if call is None else -call[0], -number if call is None else number)
+        call = self.calls.get(module)
+        # nothing but its place in the model tells of a module that was not seen
+        if call is None:
+            return 0, -number
+        first, _ = call
+        return -first, number

@@ -36,12 +36,17 @@ def _check_split_layers(run: ProvedRun, roles: Roles) -> Iterator[Difference]:
     """Find ranks that take samples of their own although each of them computes a part of the layers."""
     if not roles.is_cut or not run.steps or not roles.splits_layers:
         return
-    ranks = [rank for peers in roles.peers for rank in peers]
-    takes_own = all(len(peers) == 1 and list_rows(run.ranks[peers[0]], 0) for peers in roles.peers)
-    if len(ranks) > 1 and takes_own:
+    ranks = list(itertools.chain.from_iterable(roles.peers))
+    for peers in roles.peers:
+        if len(peers) != 1:
+            return
+        if not list_rows(run.ranks[peers[0]], 0):
+            return
+    if len(ranks) > 1:
+        has_loader = bool(list_indices(run.ranks[ranks[0]], 0))
         yield Difference(
             kind=ErrorKind.RANDOM_MUST_AGREE,
-            where="DataLoader" if list_indices(run.ranks[ranks[0]], 0) else "",
+            where="DataLoader" if has_loader else "",
             step=1,
             evidence=f"{describe_ranks(ranks)} split layers, and each of them takes other samples",
             remedy="give ranks that split layers the same samples: one seed, or one number for their sampler",
@@ -52,12 +57,16 @@ def _check_same_batches(run: ProvedRun, roles: Roles) -> Iterator[Difference]:
     """Find ranks that take the same samples although each of them computes the whole model."""
     if roles.is_cut or roles.is_context or not run.steps:
         return
-    same = [peers for peers in roles.peers if len(peers) > 1 and list_rows(run.ranks[peers[0]], 0)]
+    same = []
+    for peers in roles.peers:
+        if len(peers) > 1 and list_rows(run.ranks[peers[0]], 0):
+            same.append(peers)
     if not same:
         return
     ranks = max(same, key=len)
-    taken = len(set(list_rows(run.ranks[ranks[0]], 0)))
-    has_loader = bool(list_indices(run.ranks[ranks[0]], 0))
+    first = run.ranks[ranks[0]]
+    taken = len(set(list_rows(first, 0)))
+    has_loader = bool(list_indices(first, 0))
     yield Difference(
         kind=ErrorKind.DATA_TWICE,
         where="DataLoader" if has_loader else "",
@@ -70,17 +79,22 @@ def _check_same_batches(run: ProvedRun, roles: Roles) -> Iterator[Difference]:
 
 def _check_batch(run: ProvedRun, roles: Roles, probe: ProvedRun | None) -> Iterator[Difference]:
     """Find samples that two ranks take in one step, and those of the reference's batch that none takes."""
-    if not run.steps or len({rank for peers in roles.peers for rank in peers}) < 2:
+    ranks = set(itertools.chain.from_iterable(roles.peers))
+    if not run.steps or len(ranks) < 2:
         return
     taken = [list_rows(run.ranks[peers[0]], 0) for peers in roles.peers]
     mine = Counter(itertools.chain.from_iterable(taken))
-    times = Counter(row for rows in taken for row in set(rows))
-    shared = [row for row, ranks in times.items() if ranks > 1]
+    times: Counter[str] = Counter()
+    for rows in taken:
+        times.update(set(rows))
+    shared = [row for row, count in times.items() if count > 1]
     theirs = _count_rows(probe)
-    is_part = bool(theirs) and mine.keys() <= theirs.keys()
-    lacking = [row for row in theirs if row not in mine] if is_part else []
-    # a row that the reference's batch has several times may be on several ranks
-    repeated = [row for row in shared if mine[row] > theirs[row] > 0] if is_part else []
+    lacking = []
+    repeated = []
+    if theirs and mine.keys() <= theirs.keys():
+        lacking = [row for row in theirs if row not in mine]
+        # a row that the reference's batch has several times may be on several ranks
+        repeated = [row for row in shared if mine[row] > theirs[row] > 0]
     indices = _find_shared_indices(run, roles)
     if repeated or (shared and indices):
         number = len(repeated) or len(indices)
@@ -133,45 +147,63 @@ def _find_shared_indices(run: ProvedRun, roles: Roles) -> set[int]:
         if len(rows) != len(indices):
             return set()
         own: dict[int, str] = dict(zip(indices, rows))
-        shared |= {index for index, row in own.items() if row in taken.get(index, set())}
         for index, row in own.items():
-            taken.setdefault(index, set()).add(row)
+            before = taken.setdefault(index, set())
+            if row in before:
+                shared.add(index)
+            before.add(row)
     return shared
 
 
 def _check_epochs(run: ProvedRun, roles: Roles, probe: ProvedRun | None) -> Iterator[Difference]:
     """Find samples of the dataset that an epoch takes on no rank, or on several."""
     ranks = [run.ranks[peers[0]] for peers in roles.peers]
-    for number in range(min(len(rank.record.loaders) for rank in ranks) if ranks else 0):
+    counts = [len(rank.record.loaders) for rank in ranks]
+    for number in range(min(counts, default=0)):
         loaders = [rank.record.loaders[number] for rank in ranks]
-        yield from _check_epoch(loaders, number, _find_expected(loaders, number, probe))
+        expected = _find_expected(loaders, number, probe)
+        yield from _check_epoch(loaders, number, expected)
         yield from _check_pieces(loaders, number, roles, probe)
 
 
 def _find_expected(loaders: list[LoaderRecord], number: int, probe: ProvedRun | None) -> set[int]:
     """Samples that an epoch should take: those of the reference's, or the whole dataset."""
     if probe is not None and probe.ranks:
-        theirs = probe.ranks[min(probe.ranks)].record.loaders
-        if number < len(theirs) and theirs[number].epoch and theirs[number].samples == loaders[0].samples:
-            return set(theirs[number].epoch)
+        loader = _get_loader(probe, number)
+        if loader is not None and loader.epoch and loader.samples == loaders[0].samples:
+            return set(loader.epoch)
     return set(range(loaders[0].samples))
 
 
+def _get_loader(probe: ProvedRun, number: int) -> LoaderRecord | None:
+    """A loader of the reference's first rank; None where it has fewer."""
+    first = probe.ranks[min(probe.ranks)]
+    loaders = first.record.loaders
+    return loaders[number] if number < len(loaders) else None
+
+
+def _name_loader(number: int) -> str:
+    return f"DataLoader {number}" if number else "DataLoader"
+
+
 def _check_epoch(loaders: list[LoaderRecord], number: int, expected: set[int]) -> Iterator[Difference]:
-    if len({loader.samples for loader in loaders}) != 1 or not all(loader.epoch for loader in loaders):
+    sizes = {loader.samples for loader in loaders}
+    if len(sizes) != 1 or not all(loader.epoch for loader in loaders):
         return
     taken = Counter(index for loader in loaders for index in loader.epoch)
     room = len(loaders) - 1
     never = len(expected - taken.keys())
     twice = sum(taken.values()) - len(taken)
-    where = f"DataLoader {number}" if number else "DataLoader"
+    where = _name_loader(number)
     if never > room:
+        evidence = f"an epoch takes {never} of {len(expected)} samples on no rank"
+        if twice > room:
+            evidence += f", and {twice} more than once"
         yield Difference(
             kind=ErrorKind.DATA_NEVER,
             where=where,
             step=1,
-            evidence=f"an epoch takes {never} of {len(expected)} samples on no rank"
-            + (f", and {twice} more than once" if twice > room else ""),
+            evidence=evidence,
             remedy=SAMPLER_REMEDY,
         )
     elif twice > room:
@@ -190,16 +222,16 @@ def _check_pieces(
     """Find out whether datasets that ranks have a piece of each are together the reference's."""
     if probe is None or not probe.ranks or roles.is_cut or len(loaders) < 2:
         return
-    theirs = probe.ranks[min(probe.ranks)].record.loaders
-    if number >= len(theirs):
+    theirs = _get_loader(probe, number)
+    if theirs is None:
         return
-    whole = theirs[number].samples
+    whole = theirs.samples
     total = sum(loader.samples for loader in loaders)
     are_pieces = all(0 < loader.samples < whole for loader in loaders)
     if are_pieces and total <= whole - len(loaders):
         yield Difference(
             kind=ErrorKind.DATA_NEVER,
-            where=f"DataLoader {number}" if number else "DataLoader",
+            where=_name_loader(number),
             step=1,
             evidence=f"the ranks' datasets have {total} samples together, the reference's has {whole}",
             remedy="look at which piece of the dataset each rank takes",

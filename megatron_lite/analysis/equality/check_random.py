@@ -30,6 +30,7 @@ def check_start(run: ProvedRun, places: Places, start: Mapping[str, Array], orde
     """
     held = _read_start(run, places)
     names = sorted(held, key=lambda name: order.parameters.get(name, 0))
+    found = list(_check_names(places, start))
     disagreeing: list[str] = []
     # where some are lacking, local layers of other ranks may go by the names of the first rank's
     if all(name in held for name in start):
@@ -40,14 +41,19 @@ def check_start(run: ProvedRun, places: Places, start: Mapping[str, Array], orde
     # a rank without a record may hold what the others do not
     if not run.missing:
         lacking = [name for name in names if _is_lacking(held[name], start[name])]
-    found = list(_check_names(places, start))
     if disagreeing:
-        found.append(_describe_disagreement(disagreeing, held))
+        difference = _describe_disagreement(disagreeing, held)
+        found.append(difference)
     if copied:
-        found.append(_describe_copies(copied, held, start))
-    shards = sorted({*moved, *lacking}, key=names.index)
-    if shards and not found:
-        found.append(_describe_shards(shards, held, start))
+        difference = _describe_copies(copied, held, start)
+        found.append(difference)
+    if found:
+        return found
+    shards = {*moved, *lacking}
+    if shards:
+        in_order = [name for name in names if name in shards]
+        difference = _describe_shards(in_order, held, start)
+        found.append(difference)
     return found
 
 
@@ -77,8 +83,13 @@ def _check_names(places: Places, start: Mapping[str, Array]) -> Iterator[Differe
         step=1,
         evidence=f"{own_name} on rank {rank} begins with the weights that {name} has in the reference",
         remedy="look at which layers each rank takes: those that it computes by their names",
-        others=tuple(names[1 : MAX_OTHERS_SHOWING + 1]),
+        others=_list_others(names),
     )
+
+
+def _list_others(names: Sequence[str]) -> tuple[str, ...]:
+    """List the names behind the first that a difference shows."""
+    return tuple(names[1 : MAX_OTHERS_SHOWING + 1])
 
 
 def _read_start(run: ProvedRun, places: Places) -> dict[str, Held]:
@@ -148,17 +159,20 @@ def _find_moved(held: Held, whole: Array) -> tuple[int, tuple[int, ...]] | None:
         for number in np.ndindex(*counts):
             begin = tuple(int(at * length) for at, length in zip(number, shape))
             block = select_block(whole, begin, shape)
-            if block is not None and is_same_start(array, block):
+            if block is None:
+                continue
+            if is_same_start(array, block):
                 return rank, begin
     return None
 
 
 def _is_lacking(held: Held, whole: Array) -> bool:
     """Whether a part of the reference's weights is on no rank, while all parts were found in it."""
-    if any(not place.is_same or place.is_constant for _, place, _ in held):
-        return False
     is_held = np.zeros(whole.shape, dtype=bool)
     for _, place, array in held:
+        # only contents tell surely where a part belongs
+        if not place.is_same or place.is_constant:
+            return False
         block = select_block(is_held, place.starts, array.shape)
         if block is not None:
             block[...] = True
@@ -166,26 +180,28 @@ def _is_lacking(held: Held, whole: Array) -> bool:
 
 
 def _describe_disagreement(names: Sequence[str], held: dict[str, Held]) -> Difference:
-    one, other = _find_disagreement(held[names[0]]) or (0, 1)
+    name = names[0]
+    one, other = _find_disagreement(held[name]) or (0, 1)
     return Difference(
         kind=ErrorKind.RANDOM_MUST_AGREE,
-        where=names[0],
+        where=name,
         step=1,
-        evidence=f"ranks {one} and {other} begin with different weights of {names[0]}, at the same place of it",
+        evidence=f"ranks {one} and {other} begin with different weights of {name}, at the same place of it",
         remedy="seed all ranks alike before the model is made, or broadcast the weights of rank 0",
-        others=tuple(names[1 : MAX_OTHERS_SHOWING + 1]),
+        others=_list_others(names),
     )
 
 
 def _describe_copies(names: Sequence[str], held: dict[str, Held], start: Mapping[str, Array]) -> Difference:
-    one, other = _find_copies(held[names[0]], start[names[0]]) or (0, 1)
+    name = names[0]
+    one, other = _find_copies(held[name], start[name]) or (0, 1)
     return Difference(
         kind=ErrorKind.RANDOM_MUST_DIFFER,
-        where=names[0],
+        where=name,
         step=1,
-        evidence=f"ranks {one} and {other} hold different blocks of {names[0]}, with the same random weights",
+        evidence=f"ranks {one} and {other} hold different blocks of {name}, with the same random weights",
         remedy="make the whole weight on each rank and keep a block of it, or seed each rank of the group differently",
-        others=tuple(names[1 : MAX_OTHERS_SHOWING + 1]),
+        others=_list_others(names),
     )
 
 
@@ -204,7 +220,7 @@ def _describe_shards(names: Sequence[str], held: dict[str, Held], start: Mapping
         step=1,
         evidence=evidence,
         remedy="look at which block each rank takes: its offset must be its rank within the group times the length",
-        others=tuple(names[1 : MAX_OTHERS_SHOWING + 1]),
+        others=_list_others(names),
     )
 
 
@@ -225,7 +241,7 @@ def check_dropout(run: ProvedRun, roles: Roles) -> Iterator[Difference]:
     if not all(states.values()):
         return
     where = dropouts[0]
-    others = tuple(dropouts[1 : MAX_OTHERS_SHOWING + 1])
+    others = _list_others(dropouts)
     data_ranks = roles.data_ranks
     same = [rank for rank in data_ranks if states[rank] == states[data_ranks[0]]]
     if len(same) > 1 and not roles.is_context:
@@ -264,5 +280,7 @@ def _list_dropouts(run: ProvedRun) -> list[str]:
 
 
 def _read_state(run: ProvedRun, rank: int) -> str:
-    batches = run.ranks[rank].record.steps[0].micro_batches
-    return batches[0].random_state if batches else ""
+    first = run.ranks[rank].record.steps[0]
+    if not first.micro_batches:
+        return ""
+    return first.micro_batches[0].random_state

@@ -22,13 +22,17 @@ def name_wrong_order(difference: Difference, places: Places) -> Difference:
     orders = _list_orders(places)
     counts = Counter(orders.values())
     for name, order in orders.items():
-        usual = max((other for other in counts if len(other) == len(order)), key=lambda other: counts[other])
-        is_within = name.startswith(f"{difference.where}.")
-        if is_within and counts[usual] > counts[order]:
+        if not name.startswith(f"{difference.where}."):
+            continue
+        of_same_length = [other for other in counts if len(other) == len(order)]
+        usual = max(of_same_length, key=counts.__getitem__)
+        if counts[usual] > counts[order]:
+            mine = list(order)
+            others = list(usual)
             return msgspec.structs.replace(
                 difference,
                 kind=ErrorKind.WRONG_SHARD,
-                evidence=f"{difference.evidence}; ranks have blocks {list(order)} of {name}, {list(usual)} of others",
+                evidence=f"{difference.evidence}; ranks have blocks {mine} of {name}, {others} of others",
                 remedy="look at which block each rank takes: all layers must be cut in the same order",
                 confidence="high",
             )
@@ -39,16 +43,26 @@ def _list_orders(places: Places) -> dict[str, Order]:
     """List the number of the block that each rank has, of parameters whose contents tell."""
     orders = {}
     for name, parts in places.group().items():
-        told = sorted((rank, place) for rank, _, place in parts if _is_told(place))
-        if len(told) == len(parts):
-            orders[name] = tuple(_count_blocks_before(place) for _, place in told)
+        if not all(_is_told(place) for _, _, place in parts):
+            continue
+        numbers = []
+        for rank, _, place in parts:
+            number = _count_blocks_before(place)
+            numbers.append((rank, number))
+        numbers.sort()
+        orders[name] = tuple(number for _, number in numbers)
     return orders
 
 
 def _is_told(place: Place) -> bool:
-    return place.is_same and not place.is_whole and not place.is_guessed and not place.is_constant
+    """Whether the contents of a part tell which block it is."""
+    if place.is_whole or not place.is_same:
+        return False
+    return not place.is_guessed and not place.is_constant
 
 
 def _count_blocks_before(place: Place) -> int:
-    cut = [dim for dim, length in enumerate(place.shape) if length != place.whole[dim]]
-    return place.starts[cut[0]] // place.shape[cut[0]]
+    for start, length, room in zip(place.starts, place.shape, place.whole):
+        if length != room:
+            return start // length
+    return 0

@@ -58,12 +58,19 @@ class LayoutFacts:
         """Write what of the layout has a size: "2 data-parallel ranks and 2 micro-batches of a step"."""
         found = self.explain(size, tolerance)
         # the data-parallel ranks, or those with the same samples, may be all of them
-        named = [name for name in found if name != "ranks" or len(found) == 1 or "ranks" not in found[0]]
-        return " and ".join(f"{round(size)} {name}" for name in named)
+        if len(found) > 1 and "ranks" in found[0]:
+            found = [name for name in found if name != "ranks"]
+        number = round(size)
+        return " and ".join(f"{number} {name}" for name in found)
 
     def explain(self, size: float, tolerance: float) -> list[str]:
         """List what of the layout has a size."""
-        return [name for name, own in self.list_sizes().items() if abs(own - size) <= tolerance * own]
+        found = []
+        for name, own in self.list_sizes().items():
+            distance = abs(own - size)
+            if distance <= tolerance * own:
+                found.append(name)
+        return found
 
 
 def _count_micro_batches(run: ProvedRun) -> int:

@@ -55,18 +55,25 @@ class Shown:
     @property
     def is_right(self) -> bool:
         """Whether all ratios are 1, by more than the tolerance that small gradients have."""
-        is_near = all(abs(ratio - 1.0) <= 2 * self.ratio_tolerance for ratio in self.ratios.values())
-        is_small = self.worst is not None and self.worst.is_small
-        return self.pattern is Pattern.EQUAL and self.is_telling and is_near and not is_small
+        if self.pattern is not Pattern.EQUAL or not self.is_telling:
+            return False
+        if self.worst is not None and self.worst.is_small:
+            return False
+        allowed = 2 * self.ratio_tolerance
+        return all(abs(ratio - 1.0) <= allowed for ratio in self.ratios.values())
 
     def denies(self, factor: float) -> bool:
         """Whether this gradient has certainly not that factor."""
-        return self.is_right and 4 * self.ratio_tolerance < abs(factor - 1.0)
+        distance = abs(factor - 1.0)
+        return self.is_right and 4 * self.ratio_tolerance < distance
 
     @property
     def ratio(self) -> float:
         """The middle one of the ranks' ratios."""
-        return float(np.median(list(self.ratios.values()))) if self.ratios else 0.0
+        if not self.ratios:
+            return 0.0
+        values = list(self.ratios.values())
+        return float(np.median(values))
 
 
 def is_same_ratio(one: float, other: float, tolerance: float = 0.0) -> bool:
@@ -77,29 +84,45 @@ def is_same_ratio(one: float, other: float, tolerance: float = 0.0) -> bool:
         other: Another such ratio.
         tolerance: Relative difference that rounding makes; more is allowed where that is very small.
     """
-    return abs(one - other) <= max(SAME_RATIO, 2 * tolerance) * max(abs(one), abs(other))
+    allowed = max(SAME_RATIO, 2 * tolerance)
+    larger = max(abs(one), abs(other))
+    return abs(one - other) <= allowed * larger
 
 
 def show_pattern(entries: Sequence[ComparedPart]) -> Shown:
     """Find the pattern of one parameter's parts."""
-    tolerance = max(entry.measured.ratio_tolerance for entry in entries)
+    measured = [entry.measured for entry in entries]
+    tolerance = max(one.ratio_tolerance for one in measured)
+    is_any_telling = any(one.is_telling for one in measured)
     shown = Shown(
-        _find_scaling(entries),
-        {entry.rank: entry.measured.ratio for entry in entries},
-        worst=max((entry.measured for entry in entries), key=lambda measured: measured.error / measured.tolerance),
-        is_telling=any(entry.measured.is_telling for entry in entries) and tolerance < MOST_RATIO_TOLERANCE,
+        pattern=_find_scaling(entries),
+        ratios={entry.rank: entry.measured.ratio for entry in entries},
+        worst=max(measured, key=lambda one: one.error / one.tolerance),
+        is_telling=is_any_telling and tolerance < MOST_RATIO_TOLERANCE,
         ratio_tolerance=tolerance,
     )
     is_by_rank = shown.pattern is Pattern.SCALED_BY_RANK
-    if shown.pattern is not Pattern.OTHER and not (is_by_rank and not shown.is_telling):
+    # of a single number, or one that is zero, any other one is a multiple
+    is_doubtful = is_by_rank and not shown.is_telling
+    if shown.pattern is not Pattern.OTHER and not is_doubtful:
         return shown
     unreduced = _find_unreduced(entries)
     if unreduced is not None:
         count, sum_ratio = unreduced
-        own_names = tuple(dict.fromkeys(get_parameter_name(entry.own_name) for entry in entries))
-        return replace(shown, pattern=Pattern.UNREDUCED, replicas=count, sum_ratio=sum_ratio, own_names=own_names)
-    elsewhere = () if is_by_rank else _find_elsewhere(entries)
-    return replace(shown, pattern=Pattern.ELSEWHERE, elsewhere=elsewhere) if elsewhere else shown
+        names = [get_parameter_name(entry.own_name) for entry in entries]
+        return replace(
+            shown,
+            pattern=Pattern.UNREDUCED,
+            replicas=count,
+            sum_ratio=sum_ratio,
+            own_names=tuple(dict.fromkeys(names)),
+        )
+    if is_by_rank:
+        return shown
+    elsewhere = _find_elsewhere(entries)
+    if not elsewhere:
+        return shown
+    return replace(shown, pattern=Pattern.ELSEWHERE, elsewhere=elsewhere)
 
 
 def _find_scaling(entries: Sequence[ComparedPart]) -> Pattern:
@@ -109,9 +132,12 @@ def _find_scaling(entries: Sequence[ComparedPart]) -> Pattern:
     if not all(entry.measured.is_scaled for entry in entries):
         return Pattern.OTHER
     first = entries[0].measured
+    size = max(1.0, abs(first.ratio))
     for entry in entries:
-        allowed = 2 * (first.ratio_tolerance + entry.measured.ratio_tolerance)
-        if abs(entry.measured.ratio - first.ratio) > allowed * max(1.0, abs(first.ratio)):
+        other = entry.measured
+        allowed = 2 * (first.ratio_tolerance + other.ratio_tolerance)
+        distance = abs(other.ratio - first.ratio)
+        if distance > allowed * size:
             return Pattern.SCALED_BY_RANK
     return Pattern.SCALED
 
@@ -125,23 +151,27 @@ def _find_unreduced(entries: Sequence[ComparedPart]) -> tuple[int, float] | None
             if any(entry.measured.differs for entry in group):
                 return None
             continue
-        summed = _measure_sum(distinct, group[0])
+        terms = distinct
+        summed = _measure_sum(terms, group[0])
         if summed is None:
-            summed = _measure_sum([entry.array for entry in group], group[0])
-            distinct = [entry.array for entry in group]
+            # replicas that agree may each be a term of the sum
+            terms = [entry.array for entry in group]
+            summed = _measure_sum(terms, group[0])
         if summed is None:
             return None
-        found.append((len(distinct), summed))
-    return max(found) if found else None
+        found.append((len(terms), summed))
+    return max(found, default=None)
 
 
 def list_distinct(group: Sequence[ComparedPart]) -> list[Array]:
     """List the replicas that differ by more than rounding, each once."""
     distinct: list[Array] = []
     for entry in group:
-        scale = max(entry.measured.reference_norm, entry.measured.norm)
-        allowed = 2 * entry.measured.tolerance * scale
-        if not any(np.linalg.norm(entry.array - other) <= allowed for other in distinct):
+        measured = entry.measured
+        scale = max(measured.reference_norm, measured.norm)
+        allowed = 2 * measured.tolerance * scale
+        distances = [np.linalg.norm(entry.array - other) for other in distinct]
+        if not any(distance <= allowed for distance in distances):
             distinct.append(entry.array)
     return distinct
 
@@ -156,13 +186,18 @@ def _measure_sum(arrays: Sequence[Array], entry: ComparedPart) -> float | None:
     ratio = float((total * reference).sum()) / square
     rest = float(np.linalg.norm(total - ratio * reference))
     sizes = sum(float(np.linalg.norm(array)) for array in arrays)
+    size = abs(ratio) * square**0.5
+    tolerance = entry.measured.tolerance
     # what rounding makes of each of them stays, where they cancel each other
-    if rest > 2 * entry.measured.tolerance * max(sizes, abs(ratio) * square**0.5):
+    if rest > 2 * tolerance * max(sizes, size):
         return None
-    is_plain = any(is_same_ratio(ratio, plain, entry.measured.tolerance) for plain in (1.0, len(arrays)))
-    if reference.size == 1 and not is_plain:
-        return None
-    return ratio
+    if reference.size > 1:
+        return ratio
+    # any sum is a multiple of a single number: it must be the one of a sum, or of a mean that was forgotten
+    for plain in (1.0, len(arrays)):
+        if is_same_ratio(ratio, plain, tolerance):
+            return ratio
+    return None
 
 
 def _find_elsewhere(entries: Sequence[ComparedPart]) -> tuple[tuple[int, tuple[int, ...]], ...]:
@@ -183,11 +218,17 @@ def find_block(entry: ComparedPart) -> tuple[int, ...] | None:
     shape = entry.array.shape
     if shape == entry.whole.shape or entry.array.size < 2:
         return None
-    for starts in np.ndindex(*(max(room // max(length, 1), 1) for room, length in zip(entry.whole.shape, shape))):
+    counts = []
+    for room, length in zip(entry.whole.shape, shape):
+        count = room // max(length, 1)
+        counts.append(max(count, 1))
+    tolerance = 2 * entry.measured.tolerance
+    for starts in np.ndindex(*counts):
         begin = tuple(int(at * length) for at, length in zip(starts, shape))
         block = select_block(entry.whole, begin, shape)
         if block is None or begin == entry.place.starts:
             continue
-        if np.linalg.norm(entry.array - block) <= 2 * entry.measured.tolerance * np.linalg.norm(block):
+        distance = np.linalg.norm(entry.array - block)
+        if distance <= tolerance * np.linalg.norm(block):
             return begin
     return None

@@ -53,7 +53,9 @@ def find_precision(runs: Iterable[ProvedRun]) -> Precision:
             dtypes.update(part.dtype for output in rank.record.outputs for part in output.parts)
             dtypes.update(part.dtype for step in rank.record.steps for part in step.gradients)
     names = {dtype.removeprefix("torch.") for dtype in dtypes}
-    return PRECISIONS[max((name for name in names if name in PRECISIONS), key=COARSEST_LAST.index)]
+    known = names.intersection(PRECISIONS)
+    coarsest = max(known, key=COARSEST_LAST.index)
+    return PRECISIONS[coarsest]
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,9 @@ class Measured:
     def is_scaled(self) -> bool:
         """Whether it is the reference times a number."""
         is_explained = not self.differs or self.residual <= EXPLAINED_BY_RATIO * self.error
-        return self.residual <= self.tolerance and is_explained and not self.is_zero and self.norm > 0
+        if self.is_zero or not self.norm > 0:
+            return False
+        return is_explained and self.residual <= self.tolerance
 
     @property
     def is_telling(self) -> bool:
@@ -123,13 +127,16 @@ class Rounding:
         if name not in self.seen:
             return min(self.precision.unmeasured * self.factor, MOST_LATER)
         seen = self.seen[name]
-        return max(min(max(self.precision.least * self.factor, SAFETY * seen), MOST_LATER), SAFETY / 4 * seen)
+        allowed = max(self.precision.least * self.factor, SAFETY * seen)
+        least = SAFETY / 4 * seen
+        return max(min(allowed, MOST_LATER), least)
 
     def _allow_ratio(self, rest: float, norm: float, count: int) -> float:
         """Compute the error that rounding may make of a ratio: the rest beside it, over the root of the count."""
         if not norm or not count:
             return 1.0
-        return max(self.precision.ratio, RATIO_SAFETY * rest / (norm * float(np.sqrt(count))))
+        spread = norm * float(np.sqrt(count))
+        return max(self.precision.ratio, RATIO_SAFETY * rest / spread)
 
     def get_noise(self, reference: Array, name: str) -> float:
         """Compute the error that rounding may make of one number of a tensor.
@@ -139,7 +146,9 @@ class Rounding:
             name: The tensor's name in the reference.
         """
         mean_square = float(np.square(reference).mean()) if reference.size else 0.0
-        return self.allow(name) * max(float(np.sqrt(mean_square)), USUAL_SHARE * self.usual)
+        own_size = float(np.sqrt(mean_square))
+        size = max(own_size, USUAL_SHARE * self.usual)
+        return self.allow(name) * size
 
     def measure(self, proved: Array, reference: Array, name: str) -> Measured:
         """Lay a tensor beside the one that it should be.
