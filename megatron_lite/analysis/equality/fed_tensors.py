@@ -31,7 +31,8 @@ def find_misfit(run: ProvedRun, reference: ProvedRun, micro_batches: Sequence[Se
     for sources in micro_batches:
         for place in _list_places(run, FED_INPUTS, sources[0]):
             # of the first forward, whose shapes stand for those of all
-            whole = own.get(_make_key(FED_INPUTS, 0, place))
+            first = _make_key(FED_INPUTS, 0, place)
+            whole = own.get(first)
             pieces = [_read(run, FED_INPUTS, source, place) for source in sources]
             reason = _find_other_shapes(pieces, whole)
             if reason:
@@ -46,14 +47,13 @@ def _find_other_shapes(pieces: Sequence[Array | None], whole: Array | None) -> s
         pieces: What each rank had; None where it had none.
         whole: The reference's own input; None where it has none.
     """
-    shapes = set()
-    for piece in pieces:
-        shapes.add(None if piece is None else piece.shape[1:])
-    if len(shapes) > 1 or None in shapes:
+    present = [piece for piece in pieces if piece is not None]
+    shapes = {piece.shape[1:] for piece in present}
+    if len(present) < len(pieces) or len(shapes) != 1:
         return "samples of the ranks have other shapes than each other"
     if whole is None:
         return ""
-    shape = shapes.pop() or ()
+    shape = shapes.pop()
     if _is_slice(shape, whole.shape[1:]):
         return "the ranks' samples are as long as a slice of the reference's, and are none"
     return ""
@@ -66,7 +66,8 @@ def _make_key(kind: str, micro_batch: int, place: str) -> str:
 
 def _read(run: ProvedRun, kind: str, source: Source, place: str) -> Array | None:
     tensors = run.ranks[source.rank].tensors
-    return tensors.get(_make_key(kind, source.micro_batch, place))
+    key = _make_key(kind, source.micro_batch, place)
+    return tensors.get(key)
 
 
 def _is_slice(shape: Sequence[int], whole: Sequence[int]) -> bool:
@@ -91,36 +92,53 @@ def write_fed_tensors(run: ProvedRun, micro_batches: Sequence[Sequence[Source]],
     arrays: dict[str, Array] = {}
     for number, sources in enumerate(micro_batches):
         samples = _count_samples(run, sources[0])
-        for place in _list_places(run, FED_INPUTS, sources[0]):
+        inputs = _join_pieces(run, FED_INPUTS, sources, samples)
+        for place, array in inputs.items():
             key = _make_key(FED_INPUTS, number, place)
-            arrays[key] = _join(_read_all(run, FED_INPUTS, sources, place), samples)
-        for place in _list_places(run, FED_TARGETS, sources[0]):
+            arrays[key] = array
+        targets = _join_pieces(run, FED_TARGETS, sources, None)
+        for place, array in targets.items():
             key = _make_key(FED_TARGETS, number, place)
-            arrays[key] = _join(_read_all(run, FED_TARGETS, sources, place), None)
+            arrays[key] = array
     np.savez(path, **arrays)  # type: ignore[arg-type]
 
 
-def _read_all(run: ProvedRun, kind: str, sources: Sequence[Source], place: str) -> list[Array]:
-    """Read one tensor of every source, all of which have it."""
-    pieces = []
-    for source in sources:
-        tensors = run.ranks[source.rank].tensors
-        pieces.append(tensors[_make_key(kind, source.micro_batch, place)])
-    return pieces
+def _join_pieces(
+    run: ProvedRun,
+    kind: str,
+    sources: Sequence[Source],
+    samples: int | None,
+) -> dict[str, Array]:
+    """Lay the tensors of several micro-batches one behind the other, except for those that they share.
 
-
-def _join(pieces: list[Array], samples: int | None) -> Array:
-    """Lay the pieces of ranks one behind the other, or take the first of what they share; see _is_shared."""
-    if _is_shared(pieces, samples):
-        return pieces[0]
-    return np.concatenate(pieces)
+    Args:
+        run: The records that hold them.
+        kind: Inputs or targets.
+        sources: The micro-batches, all of which have the tensors of the first.
+        samples: How many samples the first has, which tells what is shared; None: each rank has its own tensors.
+    """
+    joined = {}
+    for place in _list_places(run, kind, sources[0]):
+        pieces = []
+        for source in sources:
+            tensors = run.ranks[source.rank].tensors
+            key = _make_key(kind, source.micro_batch, place)
+            pieces.append(tensors[key])
+        if _is_shared(pieces, samples):
+            joined[place] = pieces[0]
+        else:
+            joined[place] = np.concatenate(pieces)
+    return joined
 
 
 def _list_places(run: ProvedRun, kind: str, source: Source) -> list[str]:
     """List the tensors of a micro-batch."""
     begin = _make_key(kind, source.micro_batch, "")
-    tensors = run.ranks[source.rank].tensors
-    return [key.removeprefix(begin) for key in tensors if key.startswith(begin)]
+    places = []
+    for key in run.ranks[source.rank].tensors:
+        if key.startswith(begin):
+            places.append(key.removeprefix(begin))
+    return places
 
 
 def _count_samples(run: ProvedRun, source: Source) -> int:

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from megatron_lite.analysis.equality.proved_run import PART_MARK, Array, ProvedRun, RankRun
+from megatron_lite.analysis.equality.wholes import find_cut_dims
 from megatron_lite.formats.prove_record import TensorPart
 
 BIAS = "bias"
@@ -108,15 +109,13 @@ def _find_cut_dim(shape: Sequence[int], whole: Sequence[int]) -> int | None:
     """Find the one dimension in which a part is smaller than a whole; None where there is none, or several."""
     if len(shape) != len(whole):
         return None
-    differing = []
-    for dim, (length, room) in enumerate(zip(shape, whole)):
-        if length > room:
-            return None
-        if length < room:
-            differing.append(dim)
+    differing = find_cut_dims(whole, shape)
     if len(differing) != 1:
         return None
-    return differing[0]
+    (dim,) = differing
+    if shape[dim] > whole[dim]:
+        return None
+    return dim
 
 
 def _list_runs(numbers: list[int]) -> tuple[_Run, ...]:

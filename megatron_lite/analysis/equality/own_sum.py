@@ -1,6 +1,6 @@
 """Compares gradients with the mean of the ranks' own ones, which plain data parallelism makes of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -105,7 +105,10 @@ def _is_known(local: Mapping[int, Array], whole: Array, ranks: Sequence[int]) ->
 
 
 def find_weights(
-    target: Mapping[str, Array], local: Mapping[str, Mapping[int, Array]], ranks: Sequence[int], tolerance: float
+    target: Mapping[str, Array],
+    local: Mapping[str, Mapping[int, Array]],
+    ranks: Sequence[int],
+    tolerance: float,
 ) -> RankWeights | None:
     """Find the weights by which ranks' own gradients add up to another one; None where none do.
 
@@ -117,11 +120,18 @@ def find_weights(
     """
     if len(ranks) > MAX_RANKS_SOLVED:
         return None
-    names = [name for name, whole in target.items() if _is_known(local.get(name, {}), whole, ranks)]
+    names = []
+    for name, whole in target.items():
+        if _is_known(local.get(name, {}), whole, ranks):
+            names.append(name)
     if not names:
         return None
-    right = _join(target, names)
-    matrix = _stack_columns(local, names, ranks)
+    right = _join(target[name] for name in names)
+    columns = []
+    for rank in ranks:
+        own = _join(local[name][rank] for name in names)
+        columns.append(own)
+    matrix = np.stack(columns, axis=1)
     if not np.isfinite(right).all() or not np.isfinite(matrix).all():
         return None
     # with fewer numbers than that, weights may fit by chance
@@ -137,16 +147,7 @@ def find_weights(
     return RankWeights(dict(zip(ranks, weights)))
 
 
-def _stack_columns(local: Mapping[str, Mapping[int, Array]], names: Sequence[str], ranks: Sequence[int]) -> Array:
-    """Build a matrix with the own gradients of a rank in each column."""
-    columns = []
-    for rank in ranks:
-        own = {name: local[name][rank] for name in names}
-        columns.append(_join(own, names))
-    return np.stack(columns, axis=1)
-
-
-def _join(arrays: Mapping[str, Array], names: Sequence[str]) -> Array:
+def _join(arrays: Iterable[Array]) -> Array:
     """Lay the numbers of several tensors one behind the other."""
-    flat = [arrays[name].ravel() for name in names]
+    flat = [array.ravel() for array in arrays]
     return np.concatenate(flat)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from megatron_lite.analysis.equality.proved_run import Array, ProvedRun, RankRun, get_parameter_name
-from megatron_lite.analysis.equality.wholes import get_starts, select_block
+from megatron_lite.analysis.equality.wholes import find_cut_dims, get_starts, select_block
 from megatron_lite.formats.prove_record import TensorPart
 
+Shape = tuple[int, ...]  # or where a block begins in each dimension
 SAME_START = 1e-6  # relative: weights that differ by less are the same
 
 
@@ -20,10 +21,10 @@ class Place:
     # the parameter's name in the reference
     name: str
     # of the whole, and where the rank's block begins
-    whole: tuple[int, ...]
-    starts: tuple[int, ...]
+    whole: Shape
+    starts: Shape
     # of the rank's block
-    shape: tuple[int, ...]
+    shape: Shape
     # whether the weights at the start are those of the reference's block
     is_same: bool
     # whether the place was guessed from the order of the ranks
@@ -66,12 +67,17 @@ def is_same_start(one: Array, other: Array) -> bool:
         return False
     if np.array_equal(one, other):
         return True
-    return bool(np.linalg.norm(one - other) <= SAME_START * np.linalg.norm(other))
+    distance = np.linalg.norm(one - other)
+    allowed = SAME_START * np.linalg.norm(other)
+    return bool(distance <= allowed)
 
 
 def is_constant(array: Array) -> bool:
     """Whether all numbers of an array are the same."""
-    return array.size == 0 or bool((array == array.flat[0]).all())
+    if array.size == 0:
+        return True
+    first = array.flat[0]
+    return bool((array == first).all())
 
 
 def place_parameters(run: ProvedRun, start: Mapping[str, Array], aliases: Mapping[str, str]) -> Places:
@@ -86,8 +92,9 @@ def place_parameters(run: ProvedRun, start: Mapping[str, Array], aliases: Mappin
         aliases: Other names of the reference's parameters, to the name in `start`.
     """
     places = Places(order={name: number for number, name in enumerate(start)})
+    reference = _Reference(start, aliases, run.world)
     for number, rank in sorted(run.ranks.items()):
-        _place_rank(number, rank, _Reference(start, aliases, run.world), places)
+        _place_rank(number, rank, reference, places)
     _order_guesses(run, places)
     return places
 
@@ -176,7 +183,12 @@ def _read_weights(number: int, rank: RankRun) -> dict[str, _OwnWeight]:
     return weights
 
 
-def _place_by_shift(weight: _OwnWeight, reference: _Reference, shift: "_Shift", by_name: Place | None) -> Place | None:
+def _place_by_shift(
+    weight: _OwnWeight,
+    reference: _Reference,
+    shift: "_Shift",
+    by_name: Place | None,
+) -> Place | None:
     """Place a weight by the name that others of its rank suggest, unless its content confirms its own name."""
     name = weight.part.name
     if by_name is not None and by_name.is_same and not by_name.is_constant:
@@ -216,7 +228,7 @@ def _place_by_name(weight: _OwnWeight, reference: _Reference, name: str) -> Plac
     return replace(place, is_guessed=True)
 
 
-def _guess_block(candidates: list[tuple[int, ...]], rank: int, world: int) -> tuple[int, ...]:
+def _guess_block(candidates: list[Shape], rank: int, world: int) -> Shape:
     """Guess which block a rank has: neighbors have different ones where that comes out even."""
     count = len(candidates)
     if world % count == 0:
@@ -225,7 +237,7 @@ def _guess_block(candidates: list[tuple[int, ...]], rank: int, world: int) -> tu
     return candidates[number % count]
 
 
-def _build_place(weight: _OwnWeight, name: str, whole: Array, starts: tuple[int, ...]) -> Place:
+def _build_place(weight: _OwnWeight, name: str, whole: Array, starts: Shape) -> Place:
     """Describe the place of a weight, and whether it is the same as the reference's block there."""
     array = weight.array
     block = select_block(whole, starts, array.shape)
@@ -239,12 +251,12 @@ def _build_place(weight: _OwnWeight, name: str, whole: Array, starts: tuple[int,
     )
 
 
-def list_equal_blocks(whole: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+def list_equal_blocks(whole: Shape, shape: Shape) -> Iterator[Shape]:
     """List where blocks of a shape begin, if they divide a whole along one dimension into equal ones."""
-    cut = [dim for dim, (length, room) in enumerate(zip(shape, whole)) if length != room]
+    cut = find_cut_dims(whole, shape)
     if len(cut) != 1:
         return
-    dim = cut[0]
+    (dim,) = cut
     length = shape[dim]
     room = whole[dim]
     if not length or room % length:
@@ -320,7 +332,10 @@ def _find_shift(mine: list[str], other: list[str]) -> tuple[int, int] | None:
     """Find the number in a name that was raised, and by how much; None where more differs."""
     if len(mine) != len(other):
         return None
-    differing = [at for at, (one, two) in enumerate(zip(mine, other)) if one != two]
+    differing = []
+    for at, (one, two) in enumerate(zip(mine, other)):
+        if one != two:
+            differing.append(at)
     if len(differing) != 1:
         return None
     at = differing[0]
@@ -328,4 +343,5 @@ def _find_shift(mine: list[str], other: list[str]) -> tuple[int, int] | None:
     other_word = other[at]
     if not own_word.isdecimal() or not other_word.isdecimal():
         return None
-    return at, int(other_word) - int(own_word)
+    added = int(other_word) - int(own_word)
+    return at, added

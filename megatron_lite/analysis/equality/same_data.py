@@ -10,7 +10,7 @@ from megatron_lite.analysis.equality.fused_parts import split_fused_parts
 from megatron_lite.analysis.equality.placing import Place, Places, place_parameters
 from megatron_lite.analysis.equality.proved_run import Array, ProvedRun, list_indices, list_rows
 from megatron_lite.analysis.equality.sliced_samples import name_sliced_samples
-from megatron_lite.analysis.equality.wholes import assemble, assemble_all
+from megatron_lite.analysis.equality.wholes import assemble, assemble_all, find_cut_dims
 from megatron_lite.formats.prove_record import TensorPart
 from megatron_lite.formats.prove_report import Difference, ErrorKind
 
@@ -201,20 +201,11 @@ def _are_placed(run: ProvedRun) -> bool:
 
 def _list_cuts(places: Places) -> list[set[int]]:
     """The dimensions in which each parameter of a rank is cut."""
-    return [_find_cut_dims(place.whole, place.shape) for place in places.found.values()]
+    return [find_cut_dims(place.whole, place.shape) for place in places.found.values()]
 
 
 def _is_part(part: TensorPart) -> bool:
     return part.is_partial or (part.is_placed and any(part.starts))
-
-
-def _find_cut_dims(whole: Sequence[int], shape: Sequence[int]) -> set[int]:
-    """Dimensions in which a block is smaller than the whole."""
-    dims = set()
-    for dim, (room, length) in enumerate(zip(whole, shape)):
-        if room != length:
-            dims.add(dim)
-    return dims
 
 
 @dataclass(frozen=True)
@@ -253,7 +244,8 @@ def decide_feed(run: ProvedRun, reference: ProvedRun) -> FeedDecision:
     if reason:
         return FeedDecision(False, reason=reason, other_shape=find_other_shape(run, start))
     roles = find_roles(run, places, reference)
-    own = find_roles(reference, place_parameters(reference, start, aliases))
+    own_places = place_parameters(reference, start, aliases)
+    own = find_roles(reference, own_places)
     if has_same_rows(run, roles, reference, own):
         return FeedDecision(True, weights)
     if len(own.data_ranks) > 1:
@@ -273,11 +265,12 @@ def decide_feed(run: ProvedRun, reference: ProvedRun) -> FeedDecision:
 
 def read_start(reference: ProvedRun) -> tuple[dict[str, Array], dict[str, str]]:
     """Read a reference's whole weights at the start by name, and its other names of them."""
-    aliases = {}
+    aliases: dict[str, str] = {}
     for rank in reference.ranks.values():
         aliases.update(rank.record.aliases)
     wholes = assemble_all(reference, lambda rank: rank.record.weights, aliases)
-    return {name: whole.array for name, whole in wholes.items()}, aliases
+    start = {name: whole.array for name, whole in wholes.items()}
+    return start, aliases
 
 
 def _decide_weights(run: ProvedRun, start: dict[str, Array], places: Places) -> tuple[dict[str, Array], str]:
@@ -361,7 +354,13 @@ def find_part(parts: Iterable[TensorPart], name: str) -> TensorPart | None:
     return None
 
 
-def has_same_rows(run: ProvedRun, roles: Roles, reference: ProvedRun, own: Roles, steps: int | None = None) -> bool:
+def has_same_rows(
+    run: ProvedRun,
+    roles: Roles,
+    reference: ProvedRun,
+    own: Roles,
+    steps: int | None = None,
+) -> bool:
     """Whether both runs take the same samples in every step: the same ones, each as often as the others.
 
     Args:
@@ -379,7 +378,13 @@ def has_same_rows(run: ProvedRun, roles: Roles, reference: ProvedRun, own: Roles
     return all(_is_same_batch(run, roles, reference, own, step) for step in range(steps))
 
 
-def _is_same_batch(run: ProvedRun, roles: Roles, reference: ProvedRun, own: Roles, step: int) -> bool:
+def _is_same_batch(
+    run: ProvedRun,
+    roles: Roles,
+    reference: ProvedRun,
+    own: Roles,
+    step: int,
+) -> bool:
     mine = _count_rows(run, roles.data_ranks, step)
     other = _count_rows(reference, own.data_ranks, step)
     if mine and other and _are_proportional(mine, other):

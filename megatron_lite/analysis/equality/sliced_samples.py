@@ -124,15 +124,18 @@ def _name_step(step: ProvedStep, inputs: Sequence[Array | None], slices: _Slices
         rows = tuple(slices.find(piece) for piece in array)
         if not rows or not all(rows):
             return None
-        batches.append(msgspec.structs.replace(batch, rows=rows))
+        named = msgspec.structs.replace(batch, rows=rows)
+        batches.append(named)
     return msgspec.structs.replace(step, micro_batches=tuple(batches))
 
 
 def _cut_as(inputs: Sequence[Array | None], whole: RankRun, step: int) -> _Slices | None:
     """Cut a step's samples of the reference into slices that are as long as a rank's first input."""
     for array in inputs:
-        if array is not None:
-            return _cut_reference(whole, step, array.shape[SLICED_DIM])
+        if array is None:
+            continue
+        length = array.shape[SLICED_DIM]
+        return _cut_reference(whole, step, length)
     return None
 
 

@@ -10,6 +10,8 @@ import numpy as np
 from megatron_lite.analysis.equality.proved_run import Array, Parts, ProvedRun, RankRun, get_parameter_name
 from megatron_lite.formats.prove_record import TensorPart
 
+Filled = tuple[TensorPart, Array]  # a part, and its numbers
+
 
 @dataclass(frozen=True)
 class Assembled:
@@ -39,6 +41,15 @@ def select_block(whole: Array, starts: Sequence[int], shape: Sequence[int]) -> A
     return whole[tuple(slices)]
 
 
+def find_cut_dims(whole: Sequence[int], shape: Sequence[int]) -> set[int]:
+    """Find the dimensions in which a block is not as long as the whole."""
+    dims = set()
+    for dim, (room, length) in enumerate(zip(whole, shape)):
+        if room != length:
+            dims.add(dim)
+    return dims
+
+
 def get_starts(part: TensorPart, shape: Sequence[int]) -> tuple[int, ...]:
     """Where a part lies in its whole; at the beginning where nothing tells."""
     if part.is_placed and len(part.starts) == len(shape):
@@ -46,14 +57,16 @@ def get_starts(part: TensorPart, shape: Sequence[int]) -> tuple[int, ...]:
     return (0,) * len(shape)
 
 
-def assemble(parts: Iterable[tuple[TensorPart, Array]]) -> Assembled | None:
+def assemble(parts: Iterable[Filled]) -> Assembled | None:
     """Put a whole together from the parts of ranks: blocks side by side, replicas once, partial ones added up.
 
     Returns:
         None where parts do not fill the whole, or disagree on its shape.
     """
     given = list(parts)
-    wholes = {part.whole if part.is_placed else array.shape for part, array in given}
+    wholes = set()
+    for part, values in given:
+        wholes.add(part.whole if part.is_placed else values.shape)
     if len(wholes) != 1:
         return None
     shape = wholes.pop()
@@ -79,9 +92,9 @@ def assemble(parts: Iterable[tuple[TensorPart, Array]]) -> Assembled | None:
     return Assembled(array, apart)
 
 
-def _add_partial(parts: Sequence[tuple[TensorPart, Array]]) -> list[tuple[TensorPart, Array]]:
+def _add_partial(parts: Sequence[Filled]) -> list[Filled]:
     """Add up the parts that lie at the same place."""
-    sums: dict[tuple[int, ...], tuple[TensorPart, Array]] = {}
+    sums: dict[tuple[int, ...], Filled] = {}
     for part, values in parts:
         starts = get_starts(part, values.shape)
         if starts not in sums:
@@ -104,7 +117,9 @@ def relative_distance(one: Array, other: Array) -> float:
 
 
 def assemble_all(
-    run: ProvedRun, list_parts: Callable[[RankRun], Parts], aliases: Mapping[str, str] | None = None
+    run: ProvedRun,
+    list_parts: Callable[[RankRun], Parts],
+    aliases: Mapping[str, str] | None = None,
 ) -> dict[str, Assembled]:
     """Put together every tensor of a kind that a run recorded.
 
