@@ -563,10 +563,6 @@ def _compare_update(
             return None
         return array
 
-    moved = {}
-    for name, array in (others or {}).items():
-        if name in before:
-            moved[name] = array - before[name]
     first = next(iter(sides.reference.ranks.values()))
     updates = Updates(
         after=sides.collect(_list_weights, step, wholes, of_weights),
@@ -574,7 +570,7 @@ def _compare_update(
         reference_before=before,
         gradients=gradients,
         rounding=rounding,
-        perturbed=moved,
+        perturbed=_subtract(others or {}, before),
         dtypes=_read_dtypes(first.record),
         step=step + 1,
     )
@@ -582,6 +578,15 @@ def _compare_update(
     if result.row is not None:
         answer.rows.append(result.row)
     return result.differences
+
+
+def _subtract(after: Mapping[str, Array], before: Mapping[str, Array]) -> dict[str, Array]:
+    """Compute how far weights moved in an update, of those that are known before it."""
+    moved = {}
+    for name, array in after.items():
+        if name in before:
+            moved[name] = array - before[name]
+    return moved
 
 
 def _read_dtypes(record: ProveRecord) -> dict[str, str]:
