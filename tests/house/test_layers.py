@@ -84,6 +84,7 @@ UNFOLDED = {
     "analysis/compare": 10.0,
     "analysis/ranks": 9.9,
     "analysis/findings": 9.9,
+    "analysis/equality": 9.9,
     "analysis/.": 10.0,
 }
 # Folders whose docstrings stand alone, as those of the files in no folder do. The list only grows.
