@@ -356,5 +356,7 @@ class LauncherWatch:
             if self._world.local_rank == 0:
                 print_lines([f"error: {line}"], sys.stderr)
         with contextlib.suppress(OSError, ValueError):
-            if self._world.is_last and self.run_dir is not None:
+            # whichever of them dies first: the end of one can end the other before it has looked at the agent
+            writes = self._world.local_rank == 0 or self._world.is_last
+            if writes and self.run_dir is not None:
                 end_record(self.run_dir, line)
