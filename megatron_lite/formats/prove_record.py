@@ -105,9 +105,6 @@ class ProvedStep(msgspec.Struct, frozen=True, kw_only=True):
     micro_batches: tuple[SeenMicroBatch, ...] = ()
     # as they were before clipping, or at the update where nothing clips
     gradients: tuple[TensorPart, ...] = ()
-    # as they were at the update, where something beside clipping has changed them since: ranks that clip before they
-    # average. A parameter that was only scaled has none
-    late_gradients: tuple[TensorPart, ...] = ()
     # what autograd alone added up for plain parameters, before any rank had its say
     local_gradients: tuple[TensorPart, ...] = ()
     # null: torch's clip_grad_norm_ was not called

@@ -11,7 +11,6 @@ from megatron_lite.formats.prove_record import TENSORS_FILE, TensorPart
 from megatron_lite.script_record.tensor_places import HeldBlock, widen
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
-LEAST_TURN = 1e-5  # squared sine of the angle above which one tensor is no multiple of another
 MAX_KEPT_BYTES = 4 << 30  # of a rank; what comes after it is not compared, and is named
 
 
@@ -59,23 +58,6 @@ class KeptTensors:
             )
             parts.append(part)
         return parts
-
-    def is_multiple(self, block: HeldBlock, part: TensorPart) -> bool:
-        """Whether a tensor is a copy times one number, within rounding.
-
-        Args:
-            block: The tensor.
-            part: Names the copy.
-        """
-        copy = self._arrays.get(part.key)
-        if copy is None:
-            return True
-        one = np.ravel(widen(block.local).double())
-        other = np.ravel(copy).astype(np.float64)
-        product = np.dot(one, other)
-        squares = np.dot(one, one) * np.dot(other, other)
-        least = (1 - LEAST_TURN) * squares
-        return bool(product**2 >= least)
 
     def keep_array(self, key: str, tensor: Tensor) -> None:
         """Copy a tensor as it is, under a key of its own.

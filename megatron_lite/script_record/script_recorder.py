@@ -51,7 +51,6 @@ class OpenStep:
     micro_batches: list[SeenMicroBatch] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     gradients: dict[str, list[TensorPart]] = field(default_factory=dict)
-    late_gradients: list[TensorPart] = field(default_factory=list)
     local_gradients: list[TensorPart] = field(default_factory=list)
     weights: list[TensorPart] = field(default_factory=list)
     clipping: Clipping | None = None
@@ -71,7 +70,6 @@ class OpenStep:
         return ProvedStep(
             micro_batches=tuple(micro_batches),
             gradients=tuple(part for parts in self.gradients.values() for part in parts),
-            late_gradients=tuple(self.late_gradients),
             local_gradients=tuple(self.local_gradients),
             clipping=self.clipping,
             kept_norm=self.kept_norm,
@@ -349,8 +347,6 @@ class ScriptRecorder:
         self._note_outside(optimizer)
         self.note_gradients(_list_ids(optimizer))
         step = self._steps[-1]
-        if step.clipping is not None:
-            self._note_late_gradients(step, _list_ids(optimizer))
         kept_squares = 0.0
         squares = 0.0
         for group in optimizer.param_groups:
@@ -361,17 +357,6 @@ class ScriptRecorder:
         # a step may have several optimizers
         step.kept_norm = math.hypot(step.kept_norm, math.sqrt(kept_squares))
         step.updated_norm = math.hypot(step.updated_norm, math.sqrt(squares))
-
-    def _note_late_gradients(self, step: OpenStep, updated: set[int]) -> None:
-        """Keep gradients again that something beside clipping has changed since they were kept."""
-        for held in self._list_parameters():
-            if id(held.parameter) not in updated or held.gradient is None:
-                continue
-            parts = step.gradients.get(held.name, ())
-            blocks = held.find_blocks(held.gradient)
-            pairs = zip(blocks, parts, strict=False)
-            if not all(self._kept.is_multiple(*pair) for pair in pairs):
-                step.late_gradients += self._keep("late", held, held.gradient)
 
     def _note_outside(self, optimizer: Optimizer) -> None:
         """Record the parameters that no model holds, before their first update."""

@@ -144,22 +144,3 @@ def test_gradients_of_a_closure_are_those_that_it_computes(record, is_named):
     found = record(script)
     assert [len(step.micro_batches) for step in found.steps] == [2, 2]
     assert [step.kept_norm for step in found.steps] == pytest.approx([4 * 12**0.5] * 2)
-
-
-@pytest.mark.parametrize("is_changed", [True, False])
-def test_gradients_that_change_behind_clipping_are_kept_again(record, is_changed):
-    """As those of ranks that clip before they average."""
-
-    def script():
-        model = nn.Linear(3, 4)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.rand(2, 3)).square().sum().backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            if is_changed:
-                model.weight.grad.add_(torch.arange(3) / 100)
-            optimizer.step()
-
-    found = record(script)
-    assert [list_names(step.late_gradients) for step in found.steps] == [["weight"] * is_changed] * 2
