@@ -88,7 +88,7 @@ def _check_lacking(case: _Case, entries: ComparedParts) -> list[Difference]:
             case.make(
                 ErrorKind.NO_GRADIENT,
                 names,
-                f"{ranks} has no gradient of {names[0]}, the reference has one"
+                f"no gradient of {names[0]} on {ranks}, while the reference has one"
                 + (f"; so have {counted(len(names) - 1, 'more parameter')}" if len(names) > 1 else ""),
                 "look at what keeps it out of the graph: detach, no_grad, requires_grad, a branch of one rank",
             )
@@ -100,7 +100,7 @@ def _check_lacking(case: _Case, entries: ComparedParts) -> list[Difference]:
             case.make(
                 ErrorKind.NO_GRADIENT,
                 names,
-                f"{ranks} has a gradient of {names[0]}, the reference has none",
+                f"a gradient of {names[0]} on {ranks}, while the reference has none",
                 "look at what makes the parameter take part on several ranks only",
                 "medium",
             )
@@ -169,13 +169,13 @@ def _describe_unreduced(case: _Case, names: list[str]) -> Difference:
     remedy = "bring the gradients together between the ranks before the update"
     confidence = "high"
     if is_same_ratio(shown.sum_ratio, 1.0, NEAR_SUM):
-        how = f"their sum over the {count} that differ is the reference's"
+        how = f"their sum over the {count} that differ is {case.facts.expected}"
         remedy = "all_reduce these gradients with SUM between the ranks that split the layers or the sequence"
     elif is_same_ratio(shown.sum_ratio, count, NEAR_SUM):
-        how = f"their mean over the {count} that differ is the reference's"
+        how = f"their mean over the {count} that differ is {case.facts.expected}"
         remedy = "average these gradients between the data-parallel ranks, as DistributedDataParallel does"
     else:
-        how = f"their sum is {write_ratio(shown.sum_ratio)} times the reference's"
+        how = f"their sum is {write_ratio(shown.sum_ratio)} times {case.facts.expected}"
         confidence = "medium"
     scope = f"{counted(len(names), 'parameter')}, not of {case.equal[0]}," if case.equal else "all parameters"
     return case.make(
@@ -260,7 +260,7 @@ def _describe_factor(case: _Case, names: list[str]) -> Difference:
     """Say what a factor of all gradients comes from."""
     ratio = case.shown[names[0]].ratio
     tolerance = _tolerate(case, names[0])
-    every = f"all parameters: every gradient is {write_ratio(ratio)} times the reference's"
+    every = f"all parameters: every gradient is {write_ratio(ratio)} times {case.facts.expected}"
     if abs(ratio) <= tolerance:
         return case.make(
             ErrorKind.NO_GRADIENT,
@@ -296,9 +296,8 @@ def _describe_partial_factor(case: _Case, names: list[str]) -> Difference:
     tolerance = _tolerate(case, names[0])
     right = case.deny(names)
     beside = f", that of {right[0]} is right" if right else ""
-    evidence = (
-        f"the gradients of {counted(len(names), 'parameter')} are {write_ratio(ratio)} times the reference's{beside}"
-    )
+    times_expected = f"{write_ratio(ratio)} times {case.facts.expected}"
+    evidence = f"the gradients of {counted(len(names), 'parameter')} are {times_expected}{beside}"
     if abs(ratio) <= tolerance:
         return case.make(
             ErrorKind.NO_GRADIENT,
@@ -331,7 +330,7 @@ def _describe_local_norm(case: _Case, names: Sequence[str], by_rank: Mapping[int
     return case.make(
         ErrorKind.LOCAL_NORM,
         names,
-        f"each rank's gradients are the reference's times a factor of its own: {_write_factors(by_rank)}",
+        f"each rank's gradients are {case.facts.expected} times a factor of its own: {_write_factors(by_rank)}",
         "clip by the norm over all ranks' parts: add up the squares between ranks before the root",
         "high" if all(factor > 0 for factor in by_rank.values()) else "medium",
     )
@@ -346,7 +345,7 @@ def _describe_factor_by_rank(case: _Case, names: Sequence[str]) -> Difference:
     return case.make(
         ErrorKind.FACTOR,
         names,
-        f"the gradient of {names[0]} is the reference's times a factor of each rank: {figures}",
+        f"the gradient of {names[0]} is {case.facts.expected} times a factor of each rank: {figures}",
         "look at what each rank multiplies these gradients with",
         "medium",
     )

@@ -1,7 +1,7 @@
 """Compares what two commands recorded, and says whether both compute the same."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
@@ -20,7 +20,7 @@ from megatron_lite.analysis.equality.check_updates import (
     find_early_clipping,
 )
 from megatron_lite.analysis.equality.compared_parts import ComparedPart, ComparedParts, collect_entries, group_replicas
-from megatron_lite.analysis.equality.facts import LayoutFacts
+from megatron_lite.analysis.equality.facts import OWN_MEAN, LayoutFacts
 from megatron_lite.analysis.equality.fused_parts import split_fused_parts
 from megatron_lite.analysis.equality.gradient_patterns import list_distinct
 from megatron_lite.analysis.equality.losses import compare_losses
@@ -436,7 +436,8 @@ def _explain_gradients(
         own = collect_own_sums(sides.run, sides.places, sides.roles, rounding, step)
         if not own.differing:
             return []
-        found = check_gradients(own, sides.order, sides.facts, step + 1)
+        facts = replace(sides.facts, expected=OWN_MEAN)
+        found = check_gradients(own, sides.order, facts, step + 1)
         return [one for one in found if one.kind is not ErrorKind.UNKNOWN]
     found = check_gradients(entries, sides.order, sides.facts, step + 1)
     early = find_early_clipping(sides.run, entries, found, step)
@@ -660,10 +661,9 @@ def _doubt_own_sum(
     doubted = []
     for one in found:
         if one.kind in (ErrorKind.FACTOR, ErrorKind.UNKNOWN, ErrorKind.REDUCED_TWICE):
-            evidence = one.evidence.replace("the reference", "the ranks")
             one = msgspec.structs.replace(
                 one,
-                evidence=f"{evidence}, if the loss is not scaled on purpose",
+                evidence=f"{one.evidence}, if the loss is not scaled on purpose",
                 confidence="medium",
             )
         doubted.append(one)

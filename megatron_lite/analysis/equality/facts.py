@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from megatron_lite.analysis.equality.proved_run import ProvedRun
 from megatron_lite.analysis.equality.same_data import Roles
 
+REFERENCES = "the reference's"
+OWN_MEAN = "the mean of the ranks' own"
+
 
 @dataclass(frozen=True)
 class LayoutFacts:
@@ -20,6 +23,8 @@ class LayoutFacts:
     reference_micro_batches: int
     # ranks of each pipeline stage
     stages: tuple[tuple[int, ...], ...] = ()
+    # what gradients are laid beside, as sentences say whose they are
+    expected: str = REFERENCES
 
     @staticmethod
     def read(run: ProvedRun, roles: Roles, reference: ProvedRun | None) -> "LayoutFacts":
@@ -37,6 +42,7 @@ class LayoutFacts:
             micro_batches=_count_micro_batches(run),
             reference_micro_batches=1 if reference is None else _count_micro_batches(reference),
             stages=tuple(map(tuple, roles.stages)),
+            expected=OWN_MEAN if reference is None else REFERENCES,
         )
 
     def spans_stages(self, ranks: Iterable[int]) -> bool:

@@ -5,6 +5,7 @@ import pytest
 from support.proof_maker import Layout, Part, Truth, make_run, scale
 
 from megatron_lite.analysis.equality.compare import compare, compare_with_own_sum
+from megatron_lite.analysis.equality.facts import OWN_MEAN
 from megatron_lite.formats.prove_report import ErrorKind
 
 TRUTH = Truth()
@@ -45,6 +46,9 @@ def plant_other_weights(drafts):
 def test_kinds_that_ranks_show_alone(plant, kind, confidence):
     first = compare_with_own_sum(make_run(TRUTH, Layout(data=2), plant)).differences[0]
     assert (first.kind, first.confidence) == (kind, confidence)
+    # there is none
+    assert "reference" not in first.evidence
+    assert (OWN_MEAN in first.evidence) == (kind is not ErrorKind.RANDOM_MUST_AGREE)
 
 
 def test_a_mean_by_weights_may_be_meant():
