@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_lite.cli.parser import Parser, write_json
-from megatron_lite.cli.recorded_runs import ACCELERATE, TORCHRUN, find_script, read_command
+from megatron_lite.cli.ranked_commands import ACCELERATE, TORCHRUN, find_script, read_command
 from megatron_lite.errors import UserError
 from megatron_lite.formats.fit_record import FitRecord
 from megatron_lite.formats.hardware import Processor

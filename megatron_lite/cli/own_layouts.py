@@ -7,7 +7,8 @@ from pathlib import Path
 
 from megatron_lite.cli.launcher import SCRIPT_ENDINGS, split_at_trainer
 from megatron_lite.cli.planned_run import planned_run
-from megatron_lite.cli.recorded_runs import TRAINER, RankedCommand
+from megatron_lite.cli.ranked_commands import RankedCommand
+from megatron_lite.cli.recorded_runs import TRAINER
 from megatron_lite.config.args import Args, CheckpointArgs, ParallelArgs, ProfileArgs, WatchArgs
 from megatron_lite.config.command_line import read_command_line
 from megatron_lite.config.flags import write_flags

@@ -19,7 +19,8 @@ from megatron_lite.analysis.equality.wholes import write_weights
 from megatron_lite.cli.own_layouts import give_to_one_rank, is_own, read_layout, share_vocabulary
 from megatron_lite.cli.parser import END, Parser, write_json
 from megatron_lite.cli.planned_run import split_options
-from megatron_lite.cli.recorded_runs import TIMEOUT_S, RankedCommand, RunLimits, read_command, record_run
+from megatron_lite.cli.ranked_commands import RankedCommand, read_command
+from megatron_lite.cli.recorded_runs import TIMEOUT_S, RunLimits, record_run
 from megatron_lite.errors import UserError
 from megatron_lite.formats.prove_record import FED_FILE, WEIGHTS_FILE, Feed
 from megatron_lite.formats.prove_report import NOTHING_COMPARED, ProofReport
@@ -147,8 +148,15 @@ def _prove(commands: Commands, recordings: Recordings) -> ProofReport:
             why = f"the reference cannot take the same samples: {' '.join(error.lines)}"
             return _prove_alone(commands, proved, why)
     rounded = recordings.record(commands.reference, "rounding", feed, LAST_PLACE)
-    report = compare(proved, reference, rounded, probe=alone, start=decision.weights or None)
-    return msgspec.structs.replace(report, reference=commands.reference_title, reference_ranks=commands.reference.ranks)
+    return compare(
+        proved,
+        reference,
+        rounded,
+        probe=alone,
+        start=decision.weights or None,
+        command=commands.title,
+        reference_command=commands.reference_title,
+    )
 
 
 def _prove_alone(commands: Commands, proved: ProvedRun, why: str) -> ProofReport:

@@ -3,124 +3,28 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 import msgspec
 
-from megatron_lite.cli.batch_systems import Job, read_number, read_options
-from megatron_lite.cli.launcher import count_ranks
+from megatron_lite.cli.ranked_commands import RankedCommand
 from megatron_lite.errors import UserError
 from megatron_lite.formats.prove_record import RANK_FILE, Feed, ProveRecord, ProveRequest
+from megatron_lite.local_ranks import describe_local_rank, find_free_port
 from megatron_lite.variables import BOOTSTRAP, PROVE_REQUEST, THREADS, prepend_python_path
 
-TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
-ACCELERATE = ("accelerate", "accelerate-launch", "accelerate.commands.launch")
-# options of Accelerate's launcher: the variable by which each reaches the script, and whether it has no value
-ACCELERATE_VARIABLES = {
-    "--cpu": ("ACCELERATE_USE_CPU", True),
-    "--use-cpu": ("ACCELERATE_USE_CPU", True),
-    "--mixed-precision": ("ACCELERATE_MIXED_PRECISION", False),
-}
-# others that only say where ranks run
-ACCELERATE_PLACES = ("--num-processes", "--multi-gpu", "--main-process-port", "--num-cpu-threads-per-process")
-PROGRAM_OF_PROOFS = "megatron-lite prove"
 TRAINER = ("-m", "megatron_lite")  # the words that start the trainer of this package
 WAIT_FOR_RANKS_S = 0.05
 TIMEOUT_S = 600.0
 GRACE_S = 10.0
 IMPORT = re.compile(r"^\s*(from|import) megatron_lite\b", re.MULTILINE)
-MAX_LINES_SHOWN = 8
-
-
-@dataclass(frozen=True)
-class RankedCommand:
-    """A script and how many ranks run it.
-
-    Attributes:
-        script: The words behind the interpreter: the script, or -m and a module, and its arguments.
-        ranks: How many processes.
-        environment: Variables of theirs.
-    """
-
-    script: tuple[str, ...]
-    ranks: int
-    environment: Mapping[str, str]
-
-    def on(self, ranks: int) -> "RankedCommand":
-        """The same script on another number of ranks.
-
-        Args:
-            ranks: How many.
-        """
-        return replace(self, ranks=ranks)
-
-    def __str__(self) -> str:
-        return f"{' '.join(self.script)} on {self.ranks} {'rank' if self.ranks == 1 else 'ranks'}"
-
-
-def read_command(
-    words: list[str], ranks: int | None, environment: Mapping[str, str], program: str = PROGRAM_OF_PROOFS
-) -> RankedCommand:
-    """Read the words of a launch command.
-
-    Args:
-        words: torchrun or python, with a script and its arguments.
-        ranks: How many; None: as many as torchrun's options say.
-        environment: Variables that the ranks get.
-        program: The command of this package that is to run it, for messages.
-
-    Raises:
-        UserError: They do not say which script, or how many ranks, run.
-    """
-    begin = find_script(words)
-    if begin is None:
-        raise UserError(f"{program}: {' '.join(words)} names no script; give torchrun ... train.py.")
-    before = words[:begin]
-    if any(Path(word).name in ACCELERATE for word in before):
-        return _read_accelerate(before, tuple(words[begin:]), ranks, environment, program)
-    starts_one = not any(Path(word).name in TORCHRUN for word in before)
-    counted = 1 if starts_one and ranks is None else ranks
-    if counted is None:
-        counted = count_ranks(before, Job()).size
-    if counted is None:
-        raise UserError(f"{program}: torchrun does not say how many ranks run; give --nproc-per-node N.")
-    if counted < 1:
-        raise UserError(f"--ranks {counted}: must be at least 1.")
-    return RankedCommand(tuple(words[begin:]), counted, environment)
-
-
-def _read_accelerate(
-    before: list[str], script: tuple[str, ...], ranks: int | None, environment: Mapping[str, str], program: str
-) -> RankedCommand:
-    """Read the words of Accelerate's launcher, which gives its options to the script by variables."""
-    options = read_options(before)
-    counted = ranks or read_number(options, ("--num-processes",))
-    known = (*ACCELERATE_VARIABLES, *ACCELERATE_PLACES)
-    unknown = [name for name in options if name not in known and name != "-m"]
-    if unknown or counted is None:
-        said = "without --num_processes"
-        if unknown:
-            said = next(word for word in before if word.replace("_", "-").startswith(unknown[0]))
-        number = counted or "N"
-        raise UserError(
-            f"{program}: accelerate launch {said} is not read; "
-            f"give torchrun --nproc-per-node {number} {' '.join(script)}."
-        )
-    variables = dict(environment)
-    for name in options:
-        if name in ACCELERATE_VARIABLES:
-            variable, is_switch = ACCELERATE_VARIABLES[name]
-            variables[variable] = "true" if is_switch else options[name]
-    words = ("-m", *script[1:]) if script[0] == "--module" else script
-    return RankedCommand(words, counted, variables)
 
 
 def runs_trainer(script: Sequence[str]) -> bool:
@@ -133,21 +37,6 @@ def runs_trainer(script: Sequence[str]) -> bool:
         return True
     path = Path(script[0])
     return path.is_file() and bool(IMPORT.search(path.read_text(errors="replace")))
-
-
-def find_script(words: list[str]) -> int | None:
-    """Find where the script, or -m and its module, stands among the words of a command; None where it does not.
-
-    Args:
-        words: The command. The first word is the script itself, an interpreter or a launcher.
-    """
-    for at, word in enumerate(words):
-        is_module = word in ("-m", "--module") and at + 1 < len(words)
-        if is_module and words[at + 1] not in (*TORCHRUN, *ACCELERATE):
-            return at
-        if word.endswith(".py"):
-            return at
-    return None
 
 
 @dataclass(frozen=True)
@@ -191,9 +80,6 @@ def record_run(
     )
     environment = prepend_python_path({**os.environ, **command.environment}, BOOTSTRAP)
     environment[PROVE_REQUEST] = msgspec.json.encode(request).decode()
-    environment["MASTER_ADDR"] = "127.0.0.1"
-    environment["MASTER_PORT"] = str(_find_port())
-    environment["WORLD_SIZE"] = environment["LOCAL_WORLD_SIZE"] = str(command.ranks)
     # as torchrun does: ranks do not wait for each other's cores, and sums are made in the same order on any number
     environment.setdefault(THREADS, "1")
     _run_ranks(command, environment, folder, limits, show)
@@ -203,11 +89,12 @@ def _run_ranks(
     command: RankedCommand, environment: Mapping[str, str], folder: Path, limits: RunLimits, show: bool
 ) -> None:
     words = [sys.executable, *command.script]
+    port = find_free_port()
     with tempfile.TemporaryDirectory() as name:
         said = [(Path(name) / f"rank{rank}.txt").open("w+", errors="replace") for rank in range(command.ranks)]
         started = []
         for rank, file in enumerate(said):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
+            own = describe_local_rank(rank, command.ranks, port)
             output = None if show else file
             started.append(
                 subprocess.Popen(words, env={**environment, **own}, stdout=output, stderr=output or file, text=True)
@@ -288,11 +175,3 @@ def _read_last_line(said: IO[str]) -> str:
     said.seek(0)
     lines = [line for line in said.read().splitlines() if line.strip()]
     return lines[-1].strip() if lines else "it said nothing"
-
-
-def _find_port() -> int:
-    """Find a port that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port

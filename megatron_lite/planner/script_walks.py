@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import os
-import socket
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ import msgspec
 from megatron_lite.errors import UserError
 from megatron_lite.formats.fit_record import ENDED_EARLY, ChangeName, FitRecord, FitRequest
 from megatron_lite.formats.hardware import Processor, cublas_workspace_bytes
+from megatron_lite.local_ranks import describe_local_rank, find_free_port
 from megatron_lite.planner.fit_results import LargestBatch, WalkedChange
 from megatron_lite.planner.what_if import MARGIN
 from megatron_lite.variables import BOOTSTRAP, FIT_REQUEST, prepend_python_path
@@ -101,16 +101,7 @@ class Walker:
         """Make the variables that torchrun sets for a rank; none for a command that is the only one."""
         if self.ranks == 1:
             return {}
-        return {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(self.ranks),
-            "LOCAL_WORLD_SIZE": str(self.ranks),
-            "GROUP_RANK": "0",
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": str(PORT),
-            "TORCHELASTIC_RUN_ID": "none",
-        }
+        return describe_local_rank(rank, self.ranks, PORT) | {"TORCHELASTIC_RUN_ID": "none"}
 
     @contextlib.contextmanager
     def _run_others(self, environment: dict[str, str], folder: Path) -> Iterator[None]:
@@ -123,7 +114,7 @@ class Walker:
         if self.ranks == 1:
             yield
             return
-        environment["MASTER_PORT"] = str(_find_free_port())
+        environment["MASTER_PORT"] = str(find_free_port())
         others = []
         for rank in range(self.ranks):
             if rank == self.rank:
@@ -292,11 +283,3 @@ def _interpolate(walked: dict[int, int], first: int, second: int, room_bytes: in
     if slope <= 0:
         return 0
     return int(first + (room_bytes - walked[first]) / slope)
-
-
-def _find_free_port() -> int:
-    """Find a port of this machine that nothing listens on."""
-    with socket.socket() as one:
-        one.bind(("localhost", 0))
-        port: int = one.getsockname()[1]
-        return port

@@ -12,7 +12,7 @@ from megatron_lite.cli.launcher import SCRIPT_ENDINGS
 from megatron_lite.cli.main import main
 from megatron_lite.cli.own_layouts import give_to_one_rank, is_own, read_layout, share_vocabulary
 from megatron_lite.cli.prove import Recordings
-from megatron_lite.cli.recorded_runs import read_command
+from megatron_lite.cli.ranked_commands import read_command
 from megatron_lite.config.args import Args
 from megatron_lite.config.command_line import read_command_line
 from megatron_lite.config.flags import write_flags
@@ -212,6 +212,7 @@ def test_a_script_of_others_is_laid_beside_one_rank(tmp_path, capsys, factor, co
     assert main(["prove", *words]) == code
     report = json.loads(answer.read_text())
     assert report["coverage"] == "whole"
+    assert report["command"].startswith(str(script))
     assert [found["kind"] for found in report["differences"]] == ["factor"] * code
     assert capsys.readouterr().out
 

@@ -3,7 +3,8 @@
 import msgspec
 import pytest
 
-from megatron_lite.cli.recorded_runs import RankedCommand, RunLimits, record_run, runs_trainer
+from megatron_lite.cli.ranked_commands import RankedCommand
+from megatron_lite.cli.recorded_runs import RunLimits, record_run, runs_trainer
 from megatron_lite.errors import UserError
 from megatron_lite.formats.prove_record import Feed, ProveRecord
 
