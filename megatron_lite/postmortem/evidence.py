@@ -1,0 +1,265 @@
+"""Records of what a job that failed or hangs has left behind: one form, whatever program wrote it.
+
+Readers make these records of files; the trainer makes them of what its ranks tell each other. Conclusions are drawn
+from them alone. None means unknown: what nobody wrote down is neither zero nor absent. Each record names its source,
+a file with the line where one is known ("train.log:1204"), so that a conclusion can cite it.
+"""
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class StackFrame:
+    """A call on a stack."""
+
+    function: str
+    file: str
+    line: int | None = None
+
+
+@dataclass(frozen=True)
+class RecordedGroup:
+    """A group of ranks that run collectives together."""
+
+    # as torch names it: "0", "17"; unique within a job
+    name: str
+    # what its maker calls it: "default_pg", "TENSOR_MODEL_PARALLEL_GROUP"; "" where nobody says so
+    description: str = ""
+    # ranks of the job, in the group's order; () where the recorder does not tell
+    ranks: tuple[int, ...] = ()
+
+
+class CallState(enum.Enum):
+    """How far a recorded call has come."""
+
+    # the host has called it
+    SCHEDULED = "scheduled"
+    # the device has begun it
+    STARTED = "started"
+    COMPLETED = "completed"
+
+
+@dataclass(frozen=True)
+class RecordedCall:
+    """A collective, or a message between two ranks, as one rank's flight recorder has it."""
+
+    # name of the group that ran it
+    group: str
+    # counts collectives of the group from 1, or messages where it is one; all ranks of a group count alike
+    number: int
+    # all_reduce, _all_gather_base, send, coalesced, ...; without the backend
+    name: str
+    state: CallState
+    # the recorder's own count of this rank's calls, over all groups
+    record: int
+    # counts the operations of the group one by one, also those inside of a coalesced call
+    operation: int = 0
+    is_message: bool = False
+    # ranks of the job between which a message goes; None of a collective
+    sender: int | None = None
+    receiver: int | None = None
+    input_shapes: tuple[tuple[int, ...], ...] = ()
+    output_shapes: tuple[tuple[int, ...], ...] = ()
+    # as torch writes them: Float, BFloat16
+    input_types: tuple[str, ...] = ()
+    output_types: tuple[str, ...] = ()
+    # the recorder no longer watches it, since it has ended
+    is_retired: bool = False
+    # nanoseconds since 1970
+    created_ns: int | None = None
+    started_ns: int | None = None
+    completed_ns: int | None = None
+    timeout_ms: float | None = None
+    # innermost first, as recorded
+    frames: tuple[StackFrame, ...] = ()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether this rank has nothing more to wait for in this call."""
+        return self.is_retired or self.state is CallState.COMPLETED
+
+
+@dataclass(frozen=True)
+class GroupProgress:
+    """The numbers of a group's collectives that one rank enqueued, started and completed last; None: not told."""
+
+    enqueued: int | None = None
+    started: int | None = None
+    completed: int | None = None
+
+
+@dataclass(frozen=True)
+class FlightRecording:
+    """The flight recorder of one rank."""
+
+    source: str
+    # None where neither the file nor its name says so
+    rank: int | None
+    # gloo, nccl, ...
+    backend: str
+    # oldest first; a ring buffer forgets
+    calls: tuple[RecordedCall, ...]
+    groups: Mapping[str, RecordedGroup] = field(default_factory=dict)
+    progress: Mapping[str, GroupProgress] = field(default_factory=dict)
+    # older calls were recorded, and are no longer there
+    has_forgotten: bool = False
+    # only calls that had not ended were written
+    is_only_active: bool = False
+    # the form of the file, as torch numbers it; "" where it does not say so
+    version: str = ""
+
+
+@dataclass(frozen=True)
+class ThreadStack:
+    """Where a thread is."""
+
+    name: str
+    # innermost first
+    frames: tuple[StackFrame, ...]
+    is_main: bool = False
+    # waits without using a core; None where the writer does not tell
+    is_idle: bool | None = None
+    holds_interpreter: bool | None = None
+
+
+@dataclass(frozen=True)
+class ProcessStacks:
+    """Where the threads of a process are, at one moment."""
+
+    source: str
+    threads: tuple[ThreadStack, ...]
+    rank: int | None = None
+    host: str | None = None
+    pid: int | None = None
+    # the command line, as far as the writer shows it
+    command: str = ""
+    # seconds since 1970
+    taken_at: float | None = None
+
+
+@dataclass(frozen=True)
+class ProcessEnd:
+    """How a process ended, by its own words or by those of who watched it."""
+
+    source: str
+    rank: int | None = None
+    local_rank: int | None = None
+    host: str | None = None
+    pid: int | None = None
+    # negative for a signal, as Python's subprocess has it
+    exit_code: int | None = None
+    # class of the exception: "RuntimeError", "torch.OutOfMemoryError"
+    error: str = ""
+    # what it says, first line first
+    message: str = ""
+    # of the exception's traceback, innermost first
+    frames: tuple[StackFrame, ...] = ()
+    # seconds since 1970
+    ended_at: float | None = None
+    # it only followed others: a launcher ended it, or a collective failed because another rank had gone; None: unknown
+    is_consequence: bool | None = None
+
+
+class EventKind(enum.Enum):
+    """Kinds of lines in logs that bear on a failure."""
+
+    # a collective took longer than its limit: NCCL's watchdog, gloo, a store's barrier
+    COLLECTIVE_TIMEOUT = "collective timeout"
+    # ranks called different collectives, or with other arguments, as the library saw itself
+    COLLECTIVE_MISMATCH = "collective mismatch"
+    # a connection to another rank broke
+    CONNECTION_LOST = "connection lost"
+    # an error of NCCL that is none of the above
+    LIBRARY_ERROR = "library error"
+    # an adapter or a link failed: IB completions with errors, unreachable, ibv_*
+    NETWORK_ERROR = "network error"
+    # the driver reports an error of a GPU
+    XID = "xid"
+    # CUDA reports that a kernel failed: illegal address, device-side assert, uncorrectable ECC
+    DEVICE_ERROR = "device error"
+    DEVICE_OUT_OF_MEMORY = "device out of memory"
+    # the kernel, a cgroup or a batch system killed a process for want of memory
+    HOST_OUT_OF_MEMORY = "host out of memory"
+    # a worker of a data loader died, or did not answer in time
+    LOADER_FAILED = "loader failed"
+    # the batch system ended the job: its time was over, somebody canceled it, another job came first
+    JOB_TIME_LIMIT = "job time limit"
+    JOB_CANCELED = "job canceled"
+    JOB_PREEMPTED = "job preempted"
+    NODE_FAILED = "node failed"
+    # a launcher tells which process failed first
+    LAUNCHER_SAW_FAILURE = "launcher saw failure"
+    # a launcher ends the others
+    LAUNCHER_ENDED_OTHERS = "launcher ended others"
+    # a signal reached a process
+    SIGNAL = "signal"
+    # the loss or the norm of gradients is not finite
+    NOT_FINITE = "not finite"
+
+
+@dataclass(frozen=True)
+class LogEvent:
+    """A line of a log that bears on a failure."""
+
+    kind: EventKind
+    source: str
+    # the line, without colors
+    text: str
+    rank: int | None = None
+    host: str | None = None
+    pid: int | None = None
+    # PCI address or number of a GPU
+    device: str = ""
+    # number of an Xid, of a signal, or of an error, by kind
+    code: int | None = None
+    # seconds since 1970
+    at: float | None = None
+    # the collective that it is about, as far as it is named
+    group: str = ""
+    number: int | None = None
+    call: str = ""
+    # how long it lasted, in seconds
+    lasted_s: float | None = None
+    # of a broken connection: the rank at its other end
+    peer: int | None = None
+
+
+@dataclass(frozen=True)
+class RankProgress:
+    """Progress of a rank when it was heard last."""
+
+    source: str
+    rank: int
+    host: str | None = None
+    pid: int | None = None
+    # seconds since 1970
+    seen_at: float | None = None
+    step: int | None = None
+    # the part of the step that it was in, and how long it had been there, in seconds
+    phase: str | None = None
+    phase_s: float | None = None
+    # median duration of its steps before, in seconds
+    usual_step_s: float | None = None
+    # coordinates in the layout: "pp 1, tp 0"; "" where all ranks hold the same
+    place: str = ""
+    # the process: running, stopped, dead
+    process_state: str | None = None
+
+
+@dataclass(frozen=True)
+class JobEvidence:
+    """All that was read of one job."""
+
+    recordings: tuple[FlightRecording, ...] = ()
+    stacks: tuple[ProcessStacks, ...] = ()
+    ends: tuple[ProcessEnd, ...] = ()
+    events: tuple[LogEvent, ...] = ()
+    progress: tuple[RankProgress, ...] = ()
+    # ranks of the job; None where nothing says so
+    world_size: int | None = None
+    # one line for each file, or part of one, that was there and could not be read
+    unread: tuple[str, ...] = ()
+    # files that were read, by kind: "flight recordings": 4
+    read: Mapping[str, int] = field(default_factory=dict)
