@@ -1,0 +1,148 @@
+"""All that a job has left in some files and folders, as one JobEvidence.
+
+Each file is recognized by its content: jobs, and people who copy their files, name them as they like. A kind of file is
+a row of EVIDENCE_READERS.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron_lite.errors import UserError, describe_io_error
+from megatron_lite.postmortem.evidence import JobEvidence
+from megatron_lite.shared_files import open_foreign
+
+# bytes of a file's beginning that its readers are shown
+RECOGNIZED_BYTES = 2**16
+MAX_EVIDENCE_DEPTH = 8
+MAX_EVIDENCE_FILES = 20_000
+# what no job leaves as its last words, and what takes long to walk
+SKIPPED_FOLDERS = frozenset({".git", "__pycache__", "node_modules", "site-packages"})
+
+
+@dataclass(frozen=True)
+class EvidenceReader:
+    """A row of EVIDENCE_READERS: how a kind of file is recognized, and what reads it."""
+
+    # plural, as in JobEvidence.read: "flight recordings"
+    kind: str
+    # given the file's first RECOGNIZED_BYTES bytes and its path; the path is a hint that is never needed
+    recognizes: Callable[[bytes, Path], bool]
+    # what one file tells; UserError, one line that begins with the path, for one that cannot be read
+    read: Callable[[Path], JobEvidence]
+
+
+# the first that recognizes a file reads it; those that are surest come first
+EVIDENCE_READERS: tuple[EvidenceReader, ...] = ()
+
+
+def collect_evidence(paths: Sequence[Path], readers: Sequence[EvidenceReader] = EVIDENCE_READERS) -> JobEvidence:
+    """Read all that is recognized in files and folders.
+
+    Args:
+        paths: Files and folders; a file that is named here and that no reader recognizes is named in `unread`.
+        readers: Kinds of files, surest first.
+
+    Returns:
+        What all files tell together. A file that cannot be read is a line in `unread`, and never an error.
+    """
+    pieces: list[JobEvidence] = []
+    seen: set[tuple[int, int]] = set()
+    unread: list[str] = []
+    for file, is_named in _list_files(paths, unread):
+        try:
+            status = file.stat()
+            if (status.st_dev, status.st_ino) in seen:
+                continue
+            seen.add((status.st_dev, status.st_ino))
+            reader = _find_reader(file, readers)
+        except OSError as error:
+            unread.append(f"{file}: {describe_io_error(error)}")
+            continue
+        if reader is not None:
+            pieces.append(_read_file(file, reader))
+        elif is_named:
+            unread.append(f"{file}: no kind of file that a job's last words are read from.")
+    return unite_evidence([*pieces, JobEvidence(unread=tuple(unread))])
+
+
+def _find_reader(file: Path, readers: Sequence[EvidenceReader]) -> EvidenceReader | None:
+    with open_foreign(file) as opened:
+        head = opened.read(RECOGNIZED_BYTES)
+    return next((reader for reader in readers if reader.recognizes(head, file)), None)
+
+
+def _read_file(file: Path, reader: EvidenceReader) -> JobEvidence:
+    try:
+        piece = reader.read(file)
+    except UserError as error:
+        return JobEvidence(unread=(str(error),))
+    except OSError as error:
+        return JobEvidence(unread=(f"{file}: {describe_io_error(error)}",))
+    except Exception as error:  # noqa: BLE001 - whatever a foreign file does to its reader, the others are read
+        return JobEvidence(unread=(f"{file}: cannot be read as one of {reader.kind} ({type(error).__name__}).",))
+    return replace(piece, read={reader.kind: 1})
+
+
+def _list_files(paths: Sequence[Path], unread: list[str]) -> Iterator[tuple[Path, bool]]:
+    """Each file, by name, and whether it was named itself."""
+    for path in paths:
+        if not path.is_dir():
+            yield path, True
+            continue
+        for number, file in enumerate(_walk(path, path.resolve(), 0, unread)):
+            if number == MAX_EVIDENCE_FILES:
+                unread.append(
+                    f"{path}: holds more than {MAX_EVIDENCE_FILES:,} files; the others were not looked at; name them."
+                )
+                break
+            yield file, False
+
+
+def _walk(folder: Path, root: Path, depth: int, unread: list[str]) -> Iterator[Path]:
+    """The regular files below `folder`; a link is followed to a file below `root` only."""
+    if depth > MAX_EVIDENCE_DEPTH:
+        unread.append(f"{folder}: lies more than {MAX_EVIDENCE_DEPTH} folders deep and was not looked at; name it.")
+        return
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError as error:
+        unread.append(f"{folder}: {describe_io_error(error)}")
+        return
+    for entry in entries:
+        path = Path(entry.path)
+        try:
+            if entry.is_symlink() and not path.resolve().is_relative_to(root):
+                continue
+            if entry.is_file():
+                yield path
+                continue
+            is_folder = entry.is_dir(follow_symlinks=False)
+        except (OSError, RuntimeError):
+            continue
+        if is_folder and entry.name not in SKIPPED_FOLDERS:
+            yield from _walk(path, root, depth + 1, unread)
+
+
+def unite_evidence(pieces: Sequence[JobEvidence]) -> JobEvidence:
+    """Unite what several files tell; where they name different numbers of ranks, the largest is taken and named."""
+    sizes = {piece.world_size for piece in pieces if piece.world_size is not None}
+    unread = [line for piece in pieces for line in piece.unread]
+    if len(sizes) > 1:
+        told = ", ".join(str(size) for size in sorted(sizes))
+        unread.append(f"the files name different numbers of ranks ({told}); {max(sizes)} is taken.")
+    read: Counter[str] = Counter()
+    for piece in pieces:
+        read.update(piece.read)
+    return JobEvidence(
+        recordings=tuple(one for piece in pieces for one in piece.recordings),
+        stacks=tuple(one for piece in pieces for one in piece.stacks),
+        ends=tuple(one for piece in pieces for one in piece.ends),
+        events=tuple(one for piece in pieces for one in piece.events),
+        progress=tuple(one for piece in pieces for one in piece.progress),
+        world_size=max(sizes, default=None),
+        unread=tuple(dict.fromkeys(unread)),
+        read=dict(read),
+    )
