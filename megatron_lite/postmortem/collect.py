@@ -12,6 +12,14 @@ from pathlib import Path
 
 from megatron_lite.errors import UserError, describe_io_error
 from megatron_lite.postmortem.evidence import JobEvidence
+from megatron_lite.postmortem.run_records import (
+    is_ranks_file,
+    is_run_file,
+    is_steps_file,
+    read_ranks_file,
+    read_run_file,
+    read_steps_file,
+)
 from megatron_lite.shared_files import open_foreign
 
 # bytes of a file's beginning that its readers are shown
@@ -35,7 +43,11 @@ class EvidenceReader:
 
 
 # the first that recognizes a file reads it; those that are surest come first
-EVIDENCE_READERS: tuple[EvidenceReader, ...] = ()
+EVIDENCE_READERS: tuple[EvidenceReader, ...] = (
+    EvidenceReader("records of ranks", is_ranks_file, read_ranks_file),
+    EvidenceReader("records of runs", is_run_file, read_run_file),
+    EvidenceReader("records of steps", is_steps_file, read_steps_file),
+)
 
 
 def collect_evidence(paths: Sequence[Path], readers: Sequence[EvidenceReader] = EVIDENCE_READERS) -> JobEvidence:

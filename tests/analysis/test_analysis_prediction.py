@@ -17,9 +17,9 @@ from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.memory.memory_results import OutOfMemory
 from megatron_lite.analysis.predicted import compare_prediction, find_predicted_memory, find_predicted_time
 from megatron_lite.analysis.run.read import read_run
-from megatron_lite.analysis.run.read_record import convert_sound
 from megatron_lite.analysis.run_facts import Compared
 from megatron_lite.formats.run_record import Prediction, RunRecord, encode_run
+from megatron_lite.formats.sound_fields import convert_sound
 
 
 def of(snapshot=None, device="cuda", **parts):

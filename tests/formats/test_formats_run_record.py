@@ -11,12 +11,13 @@ from support.command_lines import plan as resolved_plan
 from support.paths import REPO
 from support.wording import wording
 
-from megatron_lite.analysis.run.read_record import convert_sound, read_record
+from megatron_lite.analysis.run.read_record import read_record
 from megatron_lite.config.shape import ModelShape
 from megatron_lite.config.world import World
 from megatron_lite.formats import run_record
 from megatron_lite.formats.file_names import RUN_FILE
 from megatron_lite.formats.run_record import RunRecord, encode_run
+from megatron_lite.formats.sound_fields import convert_sound
 from megatron_lite.train.run_record import record_plan
 
 STAGES = "--pipeline-model-parallel-size 2 --num-layers 4 --decoder-first-pipeline-num-layers 1"

@@ -10,13 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_lite.analysis.intervals import Numbers
-from megatron_lite.analysis.run.read_record import convert_sound, read_record
+from megatron_lite.analysis.run.read_record import read_record
 from megatron_lite.analysis.run.run_results import CounterGrowth, RankLines, RankMedians, Run, Steps
 from megatron_lite.analysis.run.step_lines import StepLines
 from megatron_lite.errors import UserError
 from megatron_lite.formats.failure_record import FailureRecord
 from megatron_lite.formats.file_names import RANKS_FILE, RUN_FILE, STEPS_FILE
 from megatron_lite.formats.run_record import PlanRecord, RunRecord
+from megatron_lite.formats.sound_fields import convert_sound
 from megatron_lite.shared_files import read_foreign
 from megatron_lite.thresholds import GROWTH_PARTS, MAX_BEFORE, MIN_BEFORE, MIN_GROWTH_STEPS, steady_growth
 from megatron_lite.units import counted

@@ -1,0 +1,357 @@
+"""Reads ranks.json, steps.jsonl and run.json, which this package's trainer writes, and `watch` for scripts of others.
+
+Each is recognized by its content. Its reader returns what the file holds as evidence, and raises UserError, one line,
+or OSError for a file that cannot be read.
+"""
+
+import json
+import math
+import re
+import statistics
+from collections import deque
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from megatron_lite.errors import UserError, describe_io_error
+from megatron_lite.formats.failure_record import FailureRecord, RankAtFailure
+from megatron_lite.formats.file_names import RUN_FILE
+from megatron_lite.formats.run_record import MAX_RANKS, RunRecord
+from megatron_lite.formats.sound_fields import convert_sound
+from megatron_lite.formats.step_records import RankInterval, RanksRecord, StepRecord
+from megatron_lite.postmortem.evidence import (
+    EventKind,
+    FlightRecording,
+    GroupProgress,
+    JobEvidence,
+    LogEvent,
+    ProcessEnd,
+    ProcessStacks,
+    RankProgress,
+    RecordedGroup,
+    StackFrame,
+    ThreadStack,
+)
+from megatron_lite.process_state import is_there
+from megatron_lite.shared_files import open_foreign, read_foreign
+
+WORLD = "0"  # torch's name of the group of all ranks
+NO_ERROR = "no error"  # what a rank says that ended well
+MAX_MESSAGE_CHARACTERS = 2_000  # characters of a message that are kept
+MAX_STEP_LINE_BYTES = 2**24
+STEPS_OF_MEDIAN = 64  # the last ones
+MAX_NOT_FINITE = 100  # steps that are named
+FRAME_OF_STATUS = re.compile(r"(?P<function>.*) \((?P<file>.*):(?P<line>\d{1,9})\)")
+ERROR_OF_STATUS = re.compile(r"(?P<error>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?", re.DOTALL)
+FAILED = "failed: "
+VERDICT_FIELD = re.compile(rb'"verdict"\s*:\s*"')
+RANKS_FIELD = re.compile(rb'"ranks"\s*:\s*\{')
+SCHEMA_FIELD = re.compile(rb'"schema"\s*:\s*\d')
+STATUS_FIELD = re.compile(rb'"status"\s*:\s*"')
+START_FIELD = re.compile(rb'"started"\s*:\s*"')
+STEP_LINE = re.compile(rb'^\{"kind":\s?"(?:step|ranks)"', re.MULTILINE)
+
+
+def is_ranks_file(head: bytes, path: Path) -> bool:
+    """Whether a file that begins with `head` is a ranks.json, whatever its name."""
+    return head.lstrip()[:1] == b"{" and bool(VERDICT_FIELD.search(head)) and bool(RANKS_FIELD.search(head))
+
+
+def is_run_file(head: bytes, path: Path) -> bool:
+    """Whether a file that begins with `head` is a run.json, whatever its name."""
+    is_object = head.lstrip()[:1] == b"{"
+    return is_object and all(field.search(head) for field in (SCHEMA_FIELD, STATUS_FIELD, START_FIELD))
+
+
+def is_steps_file(head: bytes, path: Path) -> bool:
+    """Whether a file that begins with `head` is a steps.jsonl, whatever its name."""
+    return STEP_LINE.search(head) is not None
+
+
+def read_ranks_file(path: Path) -> JobEvidence:
+    """Read ranks.json: the last status of each rank of a run that died, hung or failed."""
+    failure, lost = convert_sound(_load_object(path), FailureRecord)
+    statuses = {}
+    for name, status in failure.ranks.items():
+        if name.isdecimal() and len(name) < len(str(MAX_RANKS)):
+            statuses[int(name)] = status
+        else:
+            lost.append(f"ranks.{name[:MAX_MESSAGE_CHARACTERS]}: no rank")
+    source = str(path)
+    return JobEvidence(
+        recordings=tuple(_describe_collectives(source, rank, status) for rank, status in statuses.items()),
+        stacks=tuple(_describe_stack(source, rank, status) for rank, status in statuses.items() if status.stack),
+        ends=tuple(_describe_leaving(source, rank, status) for rank, status in statuses.items() if status.left),
+        progress=tuple(_describe_progress(source, rank, status) for rank, status in statuses.items()),
+        unread=tuple(f"{source}: {problem}" for problem in lost),
+    )
+
+
+def _load_object(path: Path) -> dict[str, Any]:
+    """The JSON object of a file. UserError where there is none."""
+    try:
+        values = json.loads(read_foreign(path))
+    except OSError as error:
+        raise UserError(f"{path}: {describe_io_error(error)}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: is no JSON.") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: is no JSON object.")
+    return values
+
+
+def _describe_progress(source: str, rank: int, status: RankAtFailure) -> RankProgress:
+    """Where the rank was when it was heard last."""
+    # a start counts its own steps, and iterations go on
+    iteration = status.step + (status.started_at or 0)
+    return RankProgress(
+        source=source,
+        rank=rank,
+        host=status.host,
+        pid=status.pid,
+        seen_at=status.wall_time,
+        step=iteration,
+        phase=status.phase,
+        phase_s=status.phase_s,
+        place=status.place[:MAX_MESSAGE_CHARACTERS],
+    )
+
+
+def _describe_collectives(source: str, rank: int, status: RankAtFailure) -> FlightRecording:
+    """How far the rank is in each of its groups; the calls themselves are not in this file."""
+    progress = {WORLD: GroupProgress(enqueued=status.begun, completed=status.finished)}
+    groups = {WORLD: RecordedGroup(name=WORLD)}
+    for name, number in status.groups.items():
+        progress[name] = GroupProgress(enqueued=number)
+        groups[name] = RecordedGroup(name=name)
+    if status.waiting is not None:
+        name, number, ranks = status.waiting
+        before = progress.get(name, GroupProgress(enqueued=number))
+        # the oldest one that is not finished
+        progress[name] = GroupProgress(enqueued=before.enqueued, completed=max(number - 1, 0))
+        groups[name] = RecordedGroup(name=name, ranks=ranks)
+    return FlightRecording(
+        source=source,
+        rank=rank,
+        backend="",
+        calls=(),
+        groups=groups,
+        progress=progress,
+        has_forgotten=True,
+    )
+
+
+def _describe_stack(source: str, rank: int, status: RankAtFailure) -> ProcessStacks:
+    """Where the main thread was."""
+    frames = []
+    for text in status.stack:
+        found = FRAME_OF_STATUS.fullmatch(text)
+        if found:
+            frames.append(StackFrame(found["function"], found["file"], int(found["line"])))
+        else:
+            frames.append(StackFrame(text, ""))
+    return ProcessStacks(
+        source=source,
+        threads=(ThreadStack(name="MainThread", frames=tuple(frames), is_main=True),),
+        rank=rank,
+        host=status.host,
+        pid=status.pid,
+        taken_at=status.wall_time,
+    )
+
+
+def _describe_leaving(source: str, rank: int, status: RankAtFailure) -> ProcessEnd:
+    """How a rank ended that could still say so."""
+    said = status.left or ""
+    is_well = said == NO_ERROR
+    error, message = _split_error(said)
+    return ProcessEnd(
+        source=source,
+        rank=rank,
+        host=status.host,
+        pid=status.pid,
+        exit_code=0 if is_well else None,
+        error="" if is_well else error,
+        message=message,
+        ended_at=status.wall_time,
+        is_consequence=True if status.blameless and not is_well else None,
+    )
+
+
+def _split_error(text: str) -> tuple[str, str]:
+    """The class of the exception and what it says; "" and the text where no class stands in front."""
+    text = text[:MAX_MESSAGE_CHARACTERS]
+    found = ERROR_OF_STATUS.fullmatch(text)
+    if not found:
+        return "", text
+    return found["error"], found["message"] or ""
+
+
+def read_run_file(path: Path) -> JobEvidence:
+    """Read run.json: how the process that wrote it ended, and how many ranks there were."""
+    record, lost = convert_sound(_load_object(path), RunRecord)
+    end = _describe_end(str(path), record)
+    return JobEvidence(
+        ends=(end,) if end else (),
+        world_size=_find_world_size(record),
+        unread=tuple(f"{path}: {problem}" for problem in lost),
+    )
+
+
+def _find_world_size(record: RunRecord) -> int | None:
+    if record.plan is not None:
+        return record.plan.world.size
+    return record.updated.ranks if record.updated is not None else None
+
+
+def _find_writer(record: RunRecord) -> int | None:
+    """The rank that writes; None where the record does not say."""
+    if record.plan is not None:
+        return record.plan.world.rank
+    # the first rank of a watched script
+    return 0 if record.command is not None else None
+
+
+def _describe_end(source: str, record: RunRecord) -> ProcessEnd | None:
+    """How the writing process ended; None for one that may still run."""
+    process = record.process
+    status = (record.status or "")[:MAX_MESSAGE_CHARACTERS]
+    is_gone = process is not None and is_there(msgspec.to_builtins(process)) is False
+    if not status or (status == "running" and not is_gone):
+        return None
+    message = status
+    error = ""
+    if status == "running":
+        message = "it is gone, and has not written how it ended"
+    if status.startswith(FAILED):
+        error, message = _split_error(status.removeprefix(FAILED))
+    return ProcessEnd(
+        source=source,
+        rank=_find_writer(record),
+        local_rank=record.plan.world.local_rank if record.plan is not None else None,
+        host=process.host if process is not None else None,
+        pid=process.pid if process is not None else None,
+        exit_code=0 if status == "finished" else None,
+        error=error,
+        message=message,
+        ended_at=_read_time(record.ended),
+        # it stopped since another rank had died, hung or failed
+        is_consequence=True if error == "RanksError" else None,
+    )
+
+
+def _read_time(text: str | None) -> float | None:
+    """Seconds since 1970 of a time as run.json has it."""
+    try:
+        return datetime.strptime(text or "", "%Y-%m-%dT%H:%M:%S%z").timestamp()
+    except (ValueError, OverflowError):
+        return None
+
+
+class _Steps:
+    """The last start in steps.jsonl: what is kept of its lines."""
+
+    def __init__(self) -> None:
+        self.last_step = math.inf
+        self._begin()
+        # lines that are no records
+        self.bad_lines = 0
+        self.first_bad_line = 0
+
+    def _begin(self) -> None:
+        self.iteration: int | None = None
+        self.ordinary_ms: deque[float] = deque(maxlen=STEPS_OF_MEDIAN)
+        self.not_finite: list[tuple[int, int, StepRecord]] = []
+        self.interval: RankInterval | None = None
+
+    def add_step(self, number: int, record: StepRecord) -> None:
+        """Take a step from line `number`."""
+        if record.step <= self.last_step:
+            self._begin()
+        self.last_step = record.step
+        self.iteration = record.iteration
+        if not (record.profiled or record.beside_profile or record.compiling):
+            self.ordinary_ms.append(record.ms)
+        if record.skipped is True:
+            return
+        if (record.loss is None or record.grad_norm is None) and len(self.not_finite) < MAX_NOT_FINITE:
+            self.not_finite.append((number, record.iteration, record))
+
+    def add_bad_line(self, number: int) -> None:
+        """Count a line that is no record."""
+        self.bad_lines += 1
+        self.first_bad_line = self.first_bad_line or number
+
+
+def read_steps_file(path: Path) -> JobEvidence:
+    """Read steps.jsonl: how far the ranks are, how long their steps take, and which ones were not finite.
+
+    Which rank wrote it stands in run.json beside it.
+    """
+    with open_foreign(path) as file:
+        steps = _read_lines(file)
+    writer = None
+    # what is wrong with run.json is named by its own reader
+    with suppress(UserError):
+        record, _ = convert_sound(_load_object(path.with_name(RUN_FILE)), RunRecord)
+        writer = _find_writer(record)
+    source = str(path)
+    unread = []
+    if steps.bad_lines:
+        unread.append(f"{source}:{steps.first_bad_line}: no record of a step, as {steps.bad_lines} lines in all")
+    return JobEvidence(
+        events=tuple(_describe_not_finite(source, writer, *found) for found in steps.not_finite),
+        progress=tuple(_describe_speeds(source, writer, steps)),
+        unread=tuple(unread),
+    )
+
+
+def _read_lines(file: BinaryIO) -> _Steps:
+    """Read the file line by line, without holding more than one."""
+    decode = msgspec.json.Decoder(StepRecord | RanksRecord[RankInterval]).decode
+    steps = _Steps()
+    number = 0
+    while text := file.readline(MAX_STEP_LINE_BYTES):
+        number += 1
+        try:
+            record = decode(text)
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            # the last line of a process that was killed may be cut
+            if text.endswith(b"\n") or len(text) == MAX_STEP_LINE_BYTES:
+                steps.add_bad_line(number)
+            continue
+        if isinstance(record, StepRecord):
+            steps.add_step(number, record)
+        else:
+            steps.interval = record.ranks
+    return steps
+
+
+def _describe_not_finite(source: str, writer: int | None, number: int, iteration: int, record: StepRecord) -> LogEvent:
+    """A step whose loss or norm of gradients is not finite."""
+    what = "loss" if record.loss is None else "norm of gradients"
+    return LogEvent(
+        kind=EventKind.NOT_FINITE,
+        source=f"{source}:{number}",
+        text=f"iteration {iteration}: the {what} is not finite",
+        # otherwise it is a mean of all ranks
+        rank=writer if record.local else None,
+        code=iteration,
+    )
+
+
+def _describe_speeds(source: str, writer: int | None, steps: _Steps) -> list[RankProgress]:
+    """The last step of each rank, as far as it is written, and how long its steps took."""
+    found: dict[int, RankProgress] = {}
+    interval = steps.interval
+    if interval is not None:
+        for rank, ms in enumerate(interval.step_ms[:MAX_RANKS]):
+            usual_s = None if ms is None else ms / 1000
+            found[rank] = RankProgress(source=source, rank=rank, step=interval.iterations[1], usual_step_s=usual_s)
+    if writer is not None and steps.iteration is not None:
+        usual_s = statistics.median(steps.ordinary_ms) / 1000 if steps.ordinary_ms else None
+        found[writer] = RankProgress(source=source, rank=writer, step=steps.iteration, usual_step_s=usual_s)
+    return list(found.values())
