@@ -26,8 +26,8 @@ FILES = {  # schema: what a line or the file may be
 HEAD = """# Files of a run
 
 A run folder holds `run.json` and `steps.jsonl`, and `ranks.json` where a rank died, hung or failed. The trainer writes them,
-`megatron-lite watch` the first two; `report` and the other commands read them, and other programs may: every field stands below with its
-unit and meaning. [run.schema.json](run.schema.json), [steps.schema.json](steps.schema.json) and [ranks.schema.json](ranks.schema.json)
+`megatron-lite watch` the first two, and `last_words-RANK.json` for each rank, in the form of a rank in ranks.json; `report` and the other
+commands read them, and other programs may: every field stands below with its unit and meaning. [run.schema.json](run.schema.json), [steps.schema.json](steps.schema.json) and [ranks.schema.json](ranks.schema.json)
 are their JSON Schemas. New fields may come.
 
 This page is made from `megatron_lite/formats/` by `python tests/format_schemas.py`.

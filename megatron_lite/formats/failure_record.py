@@ -1,9 +1,12 @@
 """ranks.json: which rank died, hung or failed, and what each rank said of itself last.
 
 The rank that finds out writes it, into the folder of the run. Any field may be absent, since files are damaged.
+
+Under `megatron-lite watch`, each rank keeps the record of itself in a file of its own, last_words-RANK.json.
 """
 
 import json
+from typing import Literal
 
 import msgspec
 
@@ -48,6 +51,36 @@ class RankAtFailure(msgspec.Struct, frozen=True, kw_only=True):
     blameless: bool = False
     # calls of its main thread, the innermost first: "function (file.py:12)"
     stack: tuple[str, ...] = ()
+    # its number among all ranks; null where it has none, or the name of the record says it
+    rank: Count | None = None
+    # its number among the ranks of its machine
+    local_rank: Count | None = None
+    # all ranks; null where it does not know
+    world_size: Count | None = None
+    # how often its launcher had started it anew
+    restart: Count = 0
+    # time in this step so far, in seconds; between steps and before the first one since the last of them, or the start
+    step_s: Number = 0.0
+    # median duration of its last steps, in seconds; null before there were some
+    usual_step_s: Number | None = None
+    # time in seconds for which no step, phase or collective of it has begun or ended
+    still_s: Number = 0.0
+    # number of the last signal that it handled or that ended it, SIGTERM and SIGINT only
+    signal: Count | None = None
+    # when that signal came, in seconds since 1970
+    signal_at: Number | None = None
+    # class of the exception that ended it: "RuntimeError", "torch.OutOfMemoryError"
+    error: str = ""
+    # what the exception says; of a long one the middle is left out
+    message: str = ""
+    # calls of the exception's traceback, the innermost first: "function (file.py:12)"
+    error_stack: tuple[str, ...] = ()
+    # of the process, negative for a signal
+    exit_code: int | None = None
+    # when it ended, in seconds since 1970
+    ended_at: Number | None = None
+    # the process as its machine saw it last; null where nobody looked
+    process_state: Literal["running", "stopped", "dead"] | None = None
 
 
 class FailureRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,3 +96,8 @@ def encode_failure(record: FailureRecord) -> str:
     """The text of ranks.json."""
     # not msgspec's encoder, which refuses half a character, as paths may hold
     return json.dumps(msgspec.to_builtins(record), indent=1) + "\n"
+
+
+def encode_last_words(record: RankAtFailure) -> str:
+    """The text of last_words-RANK.json."""
+    return json.dumps(msgspec.to_builtins(record)) + "\n"

@@ -4,5 +4,11 @@ RUN_FILE = "run.json"
 STEPS_FILE = "steps.jsonl"
 # where a rank died, hung or failed
 RANKS_FILE = "ranks.json"
+# what each rank said of itself last, under `megatron-lite watch`: and its number, or pid-PID without one, and .json
+LAST_WORDS = "last_words-"
+# the flight recorder of each rank: and its number
+FLIGHT_RECORDINGS = "flight/rank-"
+# stacks of each rank: and its number, and .json by py-spy, .txt by faulthandler
+STACKS = "stacks/rank-"
 REPORT_PAGE = "report.html"
 REPORT_FILE = "report.json"
