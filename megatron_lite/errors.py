@@ -103,9 +103,18 @@ class CheckpointError(UserError):
 
 
 class DivergedError(UserError):
-    """The loss or a gradient became NaN or Inf and the run was stopped. Megatron's exit code for it is 16."""
+    """The loss or a gradient became NaN or Inf and the run was stopped. Megatron's exit code for it is 16.
+
+    Args:
+        line: The message.
+        iteration: The first iteration whose figures are not finite.
+    """
 
     exit_code = 16
+
+    def __init__(self, line: str, iteration: int):
+        self.iteration = iteration
+        super().__init__(line)
 
 
 class InjectedError(UserError):

@@ -25,7 +25,7 @@ from megatron_lite.instruments import timeline as timeline_module
 from megatron_lite.instruments.base import Instrument
 from megatron_lite.instruments.build_instruments import build_instruments
 from megatron_lite.instruments.timeline import Timeline
-from megatron_lite.optim.optimizer import Update
+from megatron_lite.optim.optimizer import GradientNorms, Update
 from megatron_lite.parallel.pipeline import Pipeline
 from megatron_lite.phases import Phase
 from megatron_lite.train import run
@@ -71,7 +71,8 @@ class NoUpdate:
         for part in (Phase.UNSCALE, Phase.CLIP_GRAD, Phase.OPTIMIZER_STEP):
             with phase(part):
                 pass
-        return Update(self._norm, self._skipped, self.loss_scale, self.loss_scale, next_lr=self._norm)
+        norms = GradientNorms(self._norm.reshape(1), places=[0])
+        return Update(self._norm, self._skipped, self.loss_scale, self.loss_scale, next_lr=self._norm, norms=norms)
 
 
 def empty_step(plan, replica, optimizer, make, computed=None) -> TrainingStep:

@@ -196,14 +196,23 @@ class MasterWeights:
 
 
 @dataclass(frozen=True)
+class GradientNorms:
+    """The L2 norm of each gradient that this rank counts, on the device, where it stays unless a step fails."""
+
+    norms: Tensor  # fp32, one per gradient, which is multiplied by the loss scale
+    places: list[int]  # the parameter of each gradient, by its place among this rank's
+
+
+@dataclass(frozen=True)
 class Update:
-    """Figures of one step, each a scalar tensor on the device."""
+    """Figures of one step, each a scalar tensor on the device but for `norms`."""
 
     grad_norm: Tensor  # before clipping, after unscaling
     skipped: Tensor  # bool
     loss_scale: Tensor  # the one that this step ran with
     next_loss_scale: Tensor
     next_lr: Tensor  # the learning rate that the next step is applied with, float64
+    norms: GradientNorms  # of which grad_norm is made
 
 
 class Optimizer:
@@ -233,6 +242,7 @@ class Optimizer:
             shares: Parameters, by name, of which this rank has some rows.
         """
         self.plan = plan
+        self.names = names or [""] * len(parameters)
         self._sum_over_ranks = sum_over_ranks
         self._counted = counted or [True] * len(parameters)
         self.weights = MasterWeights(parameters)
@@ -240,7 +250,7 @@ class Optimizer:
         # not torch.zeros: torch's optimizers compare it with 0, and only torch.tensor has a value as a fake tensor, too
         self.lr = torch.tensor(0.0, dtype=torch.float32, device=device)
         self._width = plan.shape.mup_width_mult
-        self._members = self._group(names or [""] * len(parameters))
+        self._members = self._group(self.names)
         # learning rates other than the usual one, which decoupled parameters and those under muP have
         others = {kind.rate for kind in self._members} - {USUAL}
         self._other_lrs: dict[str, Tensor] = {}
@@ -345,7 +355,8 @@ class Optimizer:
             divide_by = scale if divisor is None else scale * divisor
             self.weights.attach(gradients)
         with phase(Phase.CLIP_GRAD):
-            norm = self.measure_norm(gradients) / divide_by
+            norms = self._measure_norms(gradients)
+            norm = self._combine_norms(norms.norms) / divide_by
             skipped = self._decide_to_skip(norm)
             max_norm = self.plan.args.optimizer.clip_grad
             if max_norm:
@@ -367,6 +378,7 @@ class Optimizer:
                 loss_scale=scale,
                 next_loss_scale=self.loss_scale.clone(),
                 next_lr=self._set_rates(),
+                norms=norms,
             )
 
     def _decide_to_skip(self, norm: Tensor) -> Tensor:
@@ -398,11 +410,20 @@ class Optimizer:
     @torch.no_grad()
     def measure_norm(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """L2 norm of gradients or parameters, over all ranks that have parts of them; an fp32 scalar on the device."""
+        return self._combine_norms(self._measure_norms(tensors).norms)
+
+    def _measure_norms(self, tensors: Sequence[Tensor | None]) -> GradientNorms:
+        """Measure the norm of each tensor that this rank counts. tensors: one per parameter, or None."""
         counted = self._select(tensors)
-        norm = torch.zeros_like(self._one)  # of a rank that counts none
-        if counted:
-            norms = torch._foreach_norm(counted, 2, torch.float32)
-            norm = torch.linalg.vector_norm(torch.stack(norms))
+        places = list(counted)
+        if not counted:
+            return GradientNorms(self._one.new_zeros(0), places)
+        norms = torch._foreach_norm(list(counted.values()), 2, torch.float32)
+        return GradientNorms(torch.stack(norms), places)
+
+    def _combine_norms(self, norms: Tensor) -> Tensor:
+        """Combine the norms of single tensors to that of all of them, over all ranks that have parts; fp32 scalar."""
+        norm: Tensor = torch.linalg.vector_norm(norms)
         if self._sum_over_ranks is None:
             return norm
         return self._sum_over_ranks(norm.square()).sqrt()
@@ -411,7 +432,7 @@ class Optimizer:
     def count_zeros(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """Elements that are 0, over all ranks; an fp32 scalar on the device."""
         zeros = torch.zeros_like(self._one)  # of a rank that counts none
-        counts = [(gradient == 0).sum() for gradient in self._select(gradients)]
+        counts = [(gradient == 0).sum() for gradient in self._select(gradients).values()]
         if counts:
             # whole numbers, which fp32 would round beyond 2^24 with each addition
             zeros = torch.stack(counts).sum().float()
@@ -419,15 +440,15 @@ class Optimizer:
             return zeros
         return self._sum_over_ranks(zeros)
 
-    def _select(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
-        """The tensors, of one per parameter, that this rank counts.
+    def _select(self, tensors: Sequence[Tensor | None]) -> dict[int, Tensor]:
+        """The tensors, of one per parameter, that this rank counts, by the parameter's place.
 
         A parameter that the losses do not use has no gradient.
         """
-        selected = []
-        for tensor, counts in zip(tensors, self._counted, strict=True):
+        selected = {}
+        for place, (tensor, counts) in enumerate(zip(tensors, self._counted, strict=True)):
             if counts and tensor is not None:
-                selected.append(tensor)
+                selected[place] = tensor
         return selected
 
     def _set_rates(self) -> Tensor:

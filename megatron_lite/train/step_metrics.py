@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lite.errors import DivergedError
-from megatron_lite.optim.optimizer import DynamicLossScale, Optimizer
+from megatron_lite.optim.optimizer import DynamicLossScale, GradientNorms, Optimizer
 from megatron_lite.train.loop import Progress
+from megatron_lite.train.nonfinite_gradients import describe_nonfinite, gather_nonfinite
 from megatron_lite.train.step import StepResult
 
 LAG = 2  # steps that the host may be ahead of what it reads: enough that reading never keeps the device waiting
@@ -101,6 +102,7 @@ class StepKey(NamedTuple):
     consumed: int  # samples, this step's included
     batch_size: int
     depths: int  # of multi-token prediction
+    norms: GradientNorms  # which stay on the device: only a step that ends the run has them read
 
 
 class StepMetrics:
@@ -136,7 +138,7 @@ class StepMetrics:
             depths = len(result.predictions)
         if result.routing is not None:
             values.append(result.routing)
-        self._readback.push(StepKey(progress.iteration, progress.consumed, result.samples, depths), values)
+        self._readback.push(StepKey(progress.iteration, progress.consumed, result.samples, depths, u.norms), values)
         self.settle(LAG)
 
     def settle(self, lag: int = 0) -> None:
@@ -151,7 +153,7 @@ class StepMetrics:
             self._steps.append(figures)
             self.latest_loss = None if figures.skipped else figures.loss
             if figures.skipped and watched:
-                self._stop_if_diverged(figures)
+                self._stop_if_diverged(figures, key.norms)
 
     def take(self) -> list[StepFigures]:
         """All figures so far, losses summed over ranks. Collective: every rank calls it at the same iteration."""
@@ -189,7 +191,7 @@ class StepMetrics:
         local = self._ranks > 1
         return [replace(step, local=local) for step in self._steps if step.iteration > after]
 
-    def _stop_if_diverged(self, figures: StepFigures) -> None:
+    def _stop_if_diverged(self, figures: StepFigures, norms: GradientNorms) -> None:
         """Raise DivergedError, on all ranks, unless a fixed loss scale has skipped the step for its gradients alone."""
         finite = torch.tensor([float(math.isfinite(figures.loss_sum))], device=self.device)
         everyone = [torch.zeros_like(finite) for _ in range(self._ranks)]
@@ -204,11 +206,13 @@ class StepMetrics:
             what = f"the gradient norm ({figures.grad_norm}), with finite losses on all ranks,"
         # steps since then had the same weights, and tell nothing
         self._readback.forget()
+        first = describe_nonfinite(gather_nonfinite(self.optimizer, norms), self.optimizer.plan.layout.replicas)
         raise DivergedError(
-            f"iteration {figures.iteration}: {what} is NaN or Inf; "
+            f"iteration {figures.iteration}: {what} is NaN or Inf; {first}"
             "the weights are those before that iteration and were not saved. "
             "Lower --lr or --clip-grad, warm up longer, or look at the data; "
-            "--no-check-for-nan-in-loss-and-grad goes on regardless."
+            "--no-check-for-nan-in-loss-and-grad goes on regardless.",
+            figures.iteration,
         )
 
 

@@ -1,11 +1,13 @@
 """Ends before the last iteration: divergence, intervals, the clock, signals."""
 
+import contextlib
 import json
 import math
 import os
 import re
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,8 +37,11 @@ from megatron_lite import app
 from megatron_lite.config.world import World
 from megatron_lite.errors import DivergedError, InjectedError, UserError
 from megatron_lite.instruments.base import Instrument
+from megatron_lite.model.gpt import list_parameters
+from megatron_lite.model.mlp import MLP
 from megatron_lite.train import choose_kernels, step_hooks
 from megatron_lite.train.error_injection import InjectingStep
+from megatron_lite.train.nonfinite_gradients import order_backward
 
 DIVERGING = "--lr 1e30 --lr-decay-style constant --clip-grad 0 --train-iters 8"
 LINE = r"iteration (\d+): the loss on rank (.+?) is NaN or Inf; .*not saved.*--no-check-for-nan-in-loss-and-grad"
@@ -121,6 +126,67 @@ def test_exit_code_16(tmp_path):
     [line] = [line for line in ended.err.splitlines() if line.strip()]
     assert line.startswith("error: iteration ") and "rank 0" in line
     assert json.loads((tmp_path / "run.json").read_text())["status"].startswith("failed: DivergedError: iteration")
+
+
+@contextlib.contextmanager
+def spoil_gradients(monkeypatch, layer, iteration, value):
+    """From this iteration on, of 4 micro-batches each, a value is added to the gradient of what a layer's MLP returns."""
+    calls = Counter()
+    inner = MLP.forward
+
+    def forward(mlp, hidden):
+        out = inner(mlp, hidden)
+        number = mlps.setdefault(id(mlp), len(mlps))
+        calls[number] += 1
+        if number == layer and calls[number] > 4 * (iteration - 1):
+            out.register_hook(lambda gradient: gradient + value)
+        return out
+
+    mlps = {}
+    with monkeypatch.context() as patch:
+        patch.setattr(MLP, "forward", forward)
+        yield
+
+
+@pytest.mark.parametrize("words", ["", "--bf16", "--bf16 --loss-scale 8"])
+def test_the_first_gradient_in_backward_is_named(group, tmp_path, monkeypatch, words):
+    """Those of layer 0's MLP, of all before it, and none of layer 1's."""
+    with spoil_gradients(monkeypatch, layer=0, iteration=3, value=math.nan):
+        if "--loss-scale" in words:  # overflows of gradients alone are skipped, and not looked into
+            quietly(flags(words), tmp_path)
+            assert [step["skipped"] for step in steps(tmp_path)] == [False, False, True, True, True, True]
+            return
+        with pytest.raises(DivergedError) as caught:
+            quietly(flags(words), tmp_path)
+    assert caught.value.iteration == 3
+    assert wording("train/first-gradient", "weight", "decoder.layers.0.mlp.linear_fc2", 0, 14, 28) in str(caught.value)
+
+
+def spoil_a_stage(world, layout):
+    """For on_ranks: the gradients of layer 0, which rank 0 alone has, are not finite."""
+    with pytest.MonkeyPatch.context() as patch:
+        layer = 0 if world.rank == 0 else None
+        with spoil_gradients(patch, layer, iteration=2, value=math.inf):
+            try:
+                train(flags(layout), Path("run"), world)
+            except DivergedError as error:
+                print(f"refused: {error}")
+
+
+@pytest.mark.slow
+def test_the_rank_of_the_first_gradient_is_named(tmp_path):
+    for output in on_ranks(spoil_a_stage, tmp_path, "--pipeline-model-parallel-size 2"):
+        assert wording("train/first-gradient", "weight", "decoder.layers.0.mlp.linear_fc2", 0, 14, 28) in output, output
+
+
+def test_parameters_in_the_order_of_backward():
+    """Norms of queries and keys are computed before attention's projection, and listed behind it."""
+    words = "--num-layers 1 --qk-layernorm --untie-embeddings-and-output-weights --disable-bias-linear"
+    found = order_backward(list(list_parameters(plan_of(flags(words)).shape)))
+    of_attention = [name.split(".")[-2] for name in found if ".self_attention." in name and name.endswith("weight")]
+    assert of_attention == ["linear_proj", "k_layernorm", "q_layernorm", "linear_qkv"]
+    assert found[0] == "output_layer.weight" and found[-1] == "embedding.word_embeddings.weight"
+    assert found[1:3] == ["decoder.final_layernorm.weight", "decoder.final_layernorm.bias"]
 
 
 # --- intervals and the clock
