@@ -1,7 +1,6 @@
 """Finds the rank to blame when a collective fails: one rank asks all others where they are, decides, and tells it in
 one line."""
 
-import dataclasses
 import json
 import time
 from collections.abc import Sequence
@@ -9,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from megatron_lite.config.layout import Layout
 from megatron_lite.config.world import World
@@ -16,7 +16,7 @@ from megatron_lite.errors import RanksError
 from megatron_lite.formats.failure_record import FailureRecord, RankAtFailure, encode_failure
 from megatron_lite.formats.file_names import RANKS_FILE, RUN_FILE
 from megatron_lite.formats.run_record import RunRecord
-from megatron_lite.parallel.rank_status import DEFAULT, STAGE_TRANSFERS, Operation, RankStatus, RankStore
+from megatron_lite.parallel.rank_status import DEFAULT, STAGE_TRANSFERS, Operation, RankStore, describe_position
 from megatron_lite.process_state import memory_kills, process_state
 from megatron_lite.run_folder import write_atomically, write_run
 from megatron_lite.shared_files import read_bounded
@@ -35,7 +35,7 @@ ANSWER_SECONDS = 5.0  # ranks look at the store every second
 VERDICT_SECONDS = ANSWER_SECONDS + 5.0  # until the speaker has told the others
 SECONDS_BETWEEN_STATUS_LOOKS = 0.1
 LINES = {  # what is said of ranks of a kind; whoever is of an earlier kind is to blame
-    "left": "{who} ended in {post.place}, with {post.left}{waited}. Mend what its own message names, then {AGAIN}",
+    "left": "{who} ended in {at}, with {post.left}{waited}. Mend what its own message names, then {AGAIN}",
     "dead": "{who} died ({process} is gone){seen}{waited}.{killed} The launcher's summary names the signal; {AGAIN}",
     "absent": (
         "{who} of {case.size} never arrived{waited}; "
@@ -48,12 +48,12 @@ LINES = {  # what is said of ranks of a kind; whoever is of an earlier kind is t
     ),
     "silent": "{who} does not answer: {trouble} ({process}){seen}{waited}. Look there, then {AGAIN}",
     "behind": (
-        "{who} {unjoined}: since {lasted} in {post.place}, in {call}, after collective #{post.begun}. "
+        "{who} {unjoined}: since {lasted} in {at}, in {call}, after collective #{post.begun}. "
         "If that is only slow, raise "
         "--distributed-timeout-minutes{case.see}; else mend it, and {AGAIN}"
     ),
     "signalled": (
-        "{who} ended in {post.place}, by {signal}{waited}. Find who sent it, a person or a batch system, then {AGAIN}"
+        "{who} ended in {at}, by {signal}{waited}. Find who sent it, a person or a batch system, then {AGAIN}"
     ),
 }
 ENDED = ("left", "dead", "signalled")
@@ -67,7 +67,7 @@ class Case:
     size: int
     reason: str  # CLOSED, LATE_RANK or TERMINATED
     limit_s: float  # how long a collective may take
-    posts: dict[int, RankStatus]  # the newest of every rank that has ever written one
+    posts: dict[int, RankAtFailure]  # the newest of every rank that has ever written one
     operation: Operation | None = None  # what the asking rank waited in
     detail: str | None = None  # what the transport said of a broken connection
     report: str | None = None  # the file with all posts
@@ -211,12 +211,14 @@ def _describe(case: Case, kind: str, ranks: list[int]) -> str:
         words["trouble"] = "its process runs, but its Python does not"
     post = case.posts.get(ranks[0])
     if post is not None:
-        ago = duration(max(case.now - post.wall_time, 0))
+        seen_at = case.now if post.wall_time is None else post.wall_time
+        ago = duration(max(case.now - seen_at, 0))
         words |= {
             "lasted": duration(post.phase_s),
             "call": where(post.stack),
             "process": f"process {post.pid} on {post.host}",
-            "seen": f", last seen {ago} before in {post.place}, after collective #{post.begun}",
+            "at": describe_position(post),
+            "seen": f", last seen {ago} before in {describe_position(post)}, after collective #{post.begun}",
             "signal": "SIGTERM" if (post.left or "").startswith("SIGTERM") else "SIGINT",
         }
     return LINES[kind].format(case=case, post=post, waited=waited, AGAIN=AGAIN, **words)
@@ -252,15 +254,15 @@ def _describe_waiting(case: Case, culprit: int) -> tuple[str, str]:
     if operation is not None and operation.group == STAGE_TRANSFERS:
         whom = f"others waiting, and through them rank {case.rank}" if is_far else f"rank {case.rank} waiting"
         unjoined = f"keeps {whom} for {operation}{lasted}"
-        return f"; rank {case.rank} waited{after} for {operation}, {mine.place}", unjoined
+        return f"; rank {case.rank} waited{after} for {operation}, {describe_position(mine)}", unjoined
     missed = "keeps others waiting, and through them" if is_far else "did not join"
     unjoined = f"{missed} {case.waited_in} of rank {case.rank}{within}"
     if case.reason == TERMINATED and operation is None:
-        return f"; rank {case.rank} was in {mine.place}", unjoined
-    return f"; rank {case.rank} waited for it{after} in {case.waited_in}, {mine.place}", unjoined
+        return f"; rank {case.rank} was in {describe_position(mine)}", unjoined
+    return f"; rank {case.rank} waited for it{after} in {case.waited_in}, {describe_position(mine)}", unjoined
 
 
-def where(stack: list[str]) -> str:
+def where(stack: Sequence[str]) -> str:
     """Name the innermost call of a stack and the innermost one of this package, as in
     'wait (connection.py:9) called by _each (megatron_lite/data/loader.py:44)'."""
     if not stack:
@@ -300,7 +302,7 @@ class HangDiagnosis:
         self._kills = memory_kills()
 
     def diagnose(
-        self, reason: str, mine: RankStatus, operation: Operation | None, detail: str | None = None
+        self, reason: str, mine: RankAtFailure, operation: Operation | None, detail: str | None = None
     ) -> RanksError | None:
         """Find the error to raise on this rank; None if no rank is to blame. Takes seconds.
 
@@ -313,7 +315,7 @@ class HangDiagnosis:
         if not self.store.claim_speaker():
             # this thread has no time to answer while it waits
             waiting = None if operation is None else operation.awaited
-            self.store.set_status(dataclasses.replace(mine, answers=True, waiting=waiting))
+            self.store.set_status(replace(mine, answers=True, waiting=waiting))
             line = self.store.wait_for_cause(VERDICT_SECONDS)
             return RanksError(line, told=True) if line else None
         case = self._open_case(reason, mine, operation, detail)
@@ -332,20 +334,22 @@ class HangDiagnosis:
             self._write_down(case, found, self.run_dir)
         return RanksError(found.line, ended=found.ended)
 
-    def has_dead_neighbor(self, mine: RankStatus, operation: Operation | None) -> bool:
+    def has_dead_neighbor(self, mine: RankAtFailure, operation: Operation | None) -> bool:
         """Tell whether a rank of this machine has died or failed. Takes milliseconds, and disturbs nobody."""
         case = self._open_case(TERMINATED, mine, operation)
         first = self.world.rank - self.world.local_rank
         self._look(case, range(first, first + self.world.local_size))
         return find_cause(case, heard=False) is not None
 
-    def _open_case(self, reason: str, mine: RankStatus, operation: Operation | None, detail: str | None = None) -> Case:
+    def _open_case(
+        self, reason: str, mine: RankAtFailure, operation: Operation | None, detail: str | None = None
+    ) -> Case:
         return Case(
             rank=self.world.rank,
             size=self.world.size,
             reason=reason,
             limit_s=self.limit_s,
-            posts={self.world.rank: dataclasses.replace(mine, answers=True)},
+            posts={self.world.rank: replace(mine, answers=True)},
             operation=operation,
             detail=detail,
             report=str(self.run_dir / RANKS_FILE) if self.run_dir else None,
@@ -362,7 +366,7 @@ class HangDiagnosis:
         for rank, post in case.posts.items():
             is_here = post.host == mine.host and post.pids == mine.pids
             # ended ranks left out: another process may have their number by now
-            if rank != case.rank and is_here and post.left is None:
+            if rank != case.rank and is_here and post.left is None and post.pid is not None:
                 case.states[rank] = process_state(post.pid)
         kills = memory_kills()
         if kills is not None and self._kills is not None:
@@ -376,45 +380,13 @@ class HangDiagnosis:
         gone = last in found.ranks and case.posts[last].left in (None, "SIGTERM")
         ranks = {}
         for rank, post in sorted(case.posts.items()):
-            ranks[str(rank)] = record_status(post, self.layout.describe_place(rank))
+            ranks[str(rank)] = replace(post, place=self.layout.describe_place(rank))
         try:
             write_atomically(run_dir / RANKS_FILE, encode_failure(FailureRecord(verdict=found.line, ranks=ranks)))
             if gone or self.ends_record or case.reason == TERMINATED:
                 end_record(run_dir, found.line)
         except (OSError, ValueError):
             return  # a full disk must not hide the verdict
-
-
-def record_status(status: RankStatus, place: str) -> RankAtFailure:
-    """Describe a rank's last status as ranks.json holds it.
-
-    Args:
-        status: What the rank said of itself.
-        place: Coordinates of the rank in the layout.
-    """
-    waiting = None
-    if status.waiting is not None:
-        group, number, ranks = status.waiting
-        waiting = (group, number, tuple(ranks))
-    return RankAtFailure(
-        place=place,
-        host=status.host,
-        pids=status.pids,
-        pid=status.pid,
-        wall_time=status.wall_time,
-        step=status.step,
-        started_at=status.started_at,
-        phase=status.phase,
-        phase_s=status.phase_s,
-        begun=status.begun,
-        finished=status.finished,
-        groups=status.groups,
-        waiting=waiting,
-        answers=status.answers,
-        left=status.left,
-        blameless=status.blameless,
-        stack=tuple(status.stack),
-    )
 
 
 def end_record(folder: Path, line: str) -> None:

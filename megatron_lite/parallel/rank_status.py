@@ -5,7 +5,6 @@ outlives every other rank. Collectives are read from torch's flight recorder, wh
 TORCH_FR_BUFFER_SIZE is 0.
 """
 
-import dataclasses
 import json
 import math
 import os
@@ -13,15 +12,17 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypedDict
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import Store, _resolve_process_group  # mypy does not find Store in dist
 
+from megatron_lite.formats.failure_record import RankAtFailure, encode_last_words
 from megatron_lite.marks import split_mark
 from megatron_lite.process_state import pid_space
 from megatron_lite.units import size
@@ -207,41 +208,17 @@ class RunPosition:
         self.since = time.monotonic()
 
 
-@dataclass(frozen=True)
-class RankStatus:
-    """The status that a rank writes of itself."""
-
-    host: str
-    pids: str | None  # the space of process ids; containers on one host have one each
-    pid: int
-    wall_time: float  # seconds since 1970, when it was written
-    step: int = 0
-    started_at: int | None = None
-    phase: str | None = None
-    phase_s: float = 0.0  # time in this phase so far
-    begun: int = 0  # number of the collective of all ranks that it joined last
-    finished: int = 0  # and of the one it finished last
-    # by name of a group of some ranks, number of the one that it joined last there
-    groups: dict[str, int] = field(default_factory=dict)
-    # when asked: group, number and ranks of the oldest one that is not finished
-    waiting: tuple[str, int, Sequence[int]] | None = None
-    answers: bool = False  # written when asked, not of its own accord
-    left: str | None = None  # how it ended, if it could still say so
-    blameless: bool = False  # it left because another rank had, because it was told to, or at the end
-    stack: list[str] = field(default_factory=list)  # of its main thread, innermost first: "f (file.py:12)"
-
-    @property
-    def place(self) -> str:
-        """The place in the run, as in 'iteration 52, phase data'."""
-        if not self.step:
-            return "the start, before the first step"
-        done = f"step {self.step} of this run"
-        if self.started_at is not None:
-            done = f"iteration {self.started_at + self.step}"
-        return f"{done}, phase {self.phase}" if self.phase else done
+def describe_position(status: RankAtFailure) -> str:
+    """Write the position in the run that a status tells, as in 'iteration 52, phase data'."""
+    if not status.step:
+        return "the start, before the first step"
+    done = f"step {status.step} of this run"
+    if status.started_at is not None:
+        done = f"iteration {status.started_at + status.step}"
+    return f"{done}, phase {status.phase}" if status.phase else done
 
 
-def describe_rank(where: RunPosition, counts: dict[str, tuple[int, int]]) -> RankStatus:
+def describe_rank(where: RunPosition, counts: dict[str, tuple[int, int]]) -> RankAtFailure:
     """Describe this process as far as it can be done without asking.
 
     Args:
@@ -249,7 +226,7 @@ def describe_rank(where: RunPosition, counts: dict[str, tuple[int, int]]) -> Ran
         counts: The counts of its flight recorder.
     """
     begun, finished = counts.get(DEFAULT, (0, 0))
-    return RankStatus(
+    return RankAtFailure(
         host=socket.gethostname(),
         pids=pid_space(),
         pid=os.getpid(),
@@ -264,13 +241,13 @@ def describe_rank(where: RunPosition, counts: dict[str, tuple[int, int]]) -> Ran
     )
 
 
-def read_stack(thread: int) -> list[str]:
+def read_stack(thread: int) -> tuple[str, ...]:
     """The calls in which a thread of this process is, innermost first. thread: its identifier."""
     frame = sys._current_frames().get(thread)
     if frame is None:
-        return []
+        return ()
     calls = traceback.StackSummary.extract(traceback.walk_stack(frame), limit=MAX_FRAMES, lookup_lines=False)
-    return [f"{split_mark(call.name)[0]} ({call.filename}:{call.lineno})" for call in calls]
+    return tuple(f"{split_mark(call.name)[0]} ({call.filename}:{call.lineno})" for call in calls)
 
 
 class RankStore:
@@ -290,14 +267,18 @@ class RankStore:
         self.rank = rank
         self.size = size
 
-    def set_status(self, status: RankStatus) -> None:
+    def set_status(self, status: RankAtFailure) -> None:
         """Replace this rank's post."""
-        self._store.set(f"rank_{self.rank}", json.dumps(dataclasses.asdict(status)))
+        self._store.set(f"rank_{self.rank}", encode_last_words(status))
 
-    def get_statuses(self, ranks: Iterable[int]) -> dict[int, RankStatus]:
+    def get_statuses(self, ranks: Iterable[int]) -> dict[int, RankAtFailure]:
         """The newest status of each of these ranks that has written one."""
         there = [rank for rank in ranks if self._store.check([f"rank_{rank}"])]
-        return {rank: RankStatus(**json.loads(self._store.get(f"rank_{rank}"))) for rank in there}
+        found = {}
+        for rank in there:
+            # not msgspec's decoder, which refuses half a character, as paths may hold
+            found[rank] = msgspec.convert(json.loads(self._store.get(f"rank_{rank}")), RankAtFailure)
+        return found
 
     def claim_speaker(self) -> bool:
         """Ask to speak for all ranks, and ask them all to answer. Returns whether this rank may: only the first may."""

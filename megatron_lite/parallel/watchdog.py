@@ -18,17 +18,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch._C._distributed_c10d import Store  # mypy does not find it as dist.Store
 
 from megatron_lite.config.layout import Layout
 from megatron_lite.config.world import World
 from megatron_lite.errors import RanksError, first_line
+from megatron_lite.formats.failure_record import RankAtFailure
 from megatron_lite.parallel.hang_diagnosis import (
     AGAIN,
     ANSWER_SECONDS,
@@ -42,7 +43,6 @@ from megatron_lite.parallel.hang_diagnosis import (
 from megatron_lite.parallel.rank_status import (
     FlightRecorder,
     Operation,
-    RankStatus,
     RankStore,
     RunPosition,
     describe_rank,
@@ -276,7 +276,7 @@ class Watchdog:
             if waiting is not None and self._tell(LATE_RANK, self._post(), waiting):
                 os._exit(RanksError.exit_code)
 
-    def _tell(self, reason: str, mine: RankStatus, operation: Operation | None) -> bool:
+    def _tell(self, reason: str, mine: RankAtFailure, operation: Operation | None) -> bool:
         """Find the cause and print it. Returns False where there is none, or another rank says it."""
         found = self._diagnosis.diagnose(reason, mine, operation)
         if found is None or found.told:
@@ -284,9 +284,9 @@ class Watchdog:
         tell_error(found, self._world)
         return True
 
-    def _post(self, answers: bool = False, left: str | None = None, blameless: bool = False) -> RankStatus:
+    def _post(self, answers: bool = False, left: str | None = None, blameless: bool = False) -> RankAtFailure:
         """Describe this rank; where it answers, with its stack and what it waits for. The arguments are those of
-        RankStatus."""
+        RankAtFailure."""
         status = replace(describe_rank(self.where, self._recorder.counts()), left=left, blameless=blameless)
         if not answers:
             return status

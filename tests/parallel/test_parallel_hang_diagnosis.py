@@ -1,24 +1,33 @@
 """Which rank is blamed, from what all ranks have told: no process, no network."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 from support.wording import wording
 
 from megatron_lite.config.layout import Layout
+from megatron_lite.formats.failure_record import RankAtFailure
 from megatron_lite.parallel.hang_diagnosis import CLOSED, LATE_RANK, TERMINATED, Case, answered, find_cause, where
-from megatron_lite.parallel.rank_status import Operation, RankStatus, describe_hand_over
+from megatron_lite.parallel.rank_status import Operation, describe_hand_over, describe_position
 
 OPERATION = Operation(1234, "all_reduce", 3 * 2**20, "Float")
-WAITING = RankStatus(
-    "here", "space", 100, 1000.0, step=52, started_at=1000, phase="grad_sync", begun=1235, finished=1233, answers=True
+WAITING = RankAtFailure(
+    host="here",
+    pids="space",
+    pid=100,
+    wall_time=1000.0,
+    step=52,
+    started_at=1000,
+    phase="grad_sync",
+    begun=1235,
+    finished=1233,
+    answers=True,
 )
 READING = replace(
     WAITING,
     phase="data",
     phase_s=605.0,
     begun=1233,
-    stack=["read (/x/y/file.py:12)", "f (/a/megatron_lite/data/loader.py:44)"],
+    stack=("read (/x/y/file.py:12)", "f (/a/megatron_lite/data/loader.py:44)"),
 )
 LATELY = replace(READING, phase_s=5.0)
 MUTE = replace(READING, answers=False, pid=4711, wall_time=997.5)
@@ -126,7 +135,7 @@ def test_who_waits_in_a_group_waits_for_its_members():
     found = find_cause(case([behind, other, other], reason=LATE_RANK, operation=operation))
     assert found.ranks == [1]
     assert wording("parallel/rank-did-not-join", 1, 7, 200, 0, 1, 0) in found.line
-    through = replace(behind, waiting=("replicate", 4, [1, 3]))
+    through = replace(behind, waiting=("replicate", 4, (1, 3)))
     last = replace(READING, groups={"tensor of others": 9, "replicate": 3})
     found = find_cause(
         case(
@@ -148,7 +157,7 @@ def test_what_a_stage_waits_for_is_told_with_the_other_ones_place():
     line = find_cause(case([waiting, READING, READING], **asks)).line
     assert line.startswith(wording("parallel/rank-pp-tp-keeps", 2, 1, 0, 0, 3, 2))
     # rank 2 waits in turn for its neighbor, which reads data
-    second = replace(READING, groups={"tensor": 7}, waiting=("tensor", 7, [2, 3]))
+    second = replace(READING, groups={"tensor": 7}, waiting=("tensor", 7, (2, 3)))
     third = replace(READING, groups={"tensor": 6})
     line = find_cause(case([waiting, second, third], **asks)).line
     through = (
@@ -185,8 +194,8 @@ def test_the_place_of_a_rank_names_its_experts():
 
 def test_ranks_that_wait_in_a_circle_are_told_as_behind():
     first = Operation(7, "all_gather", 0, "", "a", (0, 1))
-    second = replace(READING, groups={"a": 6, "b": 2}, waiting=("b", 2, [1, 2]))
-    third = replace(READING, groups={"b": 1, "a": 0}, waiting=("a", 7, [0, 1]))
+    second = replace(READING, groups={"a": 6, "b": 2}, waiting=("b", 2, (1, 2)))
+    third = replace(READING, groups={"b": 1, "a": 0}, waiting=("a", 7, (0, 1)))
     assert find_cause(case([second, third], reason=LATE_RANK, operation=first)).ranks == [1]
 
 
@@ -211,7 +220,8 @@ def test_a_signal_blames_only_who_has_ended(post):
 def test_before_the_group_there_is_no_operation():
     start = replace(WAITING, step=0, begun=0, finished=0, phase=None)
     given = case([None], reason=LATE_RANK, operation=None)
-    line = find_cause(replace(given, posts={0: start})).line
+    given.posts = {0: start}
+    line = find_cause(given).line
     assert wording("parallel/never-arrived-rank-waited", 0) in line
 
 
@@ -230,4 +240,4 @@ def test_places():
     assert where([]) == wording("parallel/unknown-place")
     assert where(["f (/a/b/c/d.py:1)"]) == "f (b/c/d.py:1)"
     assert where(["f (/x/megatron_lite/a.py:1)", "g (/x/megatron_lite/b.py:2)"]) == "f (x/megatron_lite/a.py:1)"
-    assert replace(WAITING, started_at=None).place == wording("parallel/step-of-this-run", 52)
+    assert describe_position(replace(WAITING, started_at=None)) == wording("parallel/step-of-this-run", 52)

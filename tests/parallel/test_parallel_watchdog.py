@@ -1,6 +1,5 @@
 """What ranks tell each other, who speaks, and what ends a process that cannot end by itself."""
 
-import dataclasses
 import json
 import os
 import signal
@@ -13,6 +12,7 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from support.launch import environment, on_ranks
 from support.paths import TESTS
 from support.waiting import LIMIT_S, wait_until
@@ -22,15 +22,14 @@ from megatron_lite import process_state
 from megatron_lite.config.layout import Layout
 from megatron_lite.config.world import World
 from megatron_lite.errors import RanksError
-from megatron_lite.formats.failure_record import FailureRecord
+from megatron_lite.formats.failure_record import FailureRecord, RankAtFailure, encode_failure
 from megatron_lite.instruments.base import Instruments
 from megatron_lite.instruments.build_instruments import WhereaboutsKeeper
 from megatron_lite.parallel import hang_diagnosis, watchdog
-from megatron_lite.parallel.hang_diagnosis import CLOSED, HangDiagnosis, record_status
+from megatron_lite.parallel.hang_diagnosis import CLOSED, HangDiagnosis
 from megatron_lite.parallel.rank_status import (
     FlightRecorder,
     Operation,
-    RankStatus,
     RankStore,
     RunPosition,
     describe_rank,
@@ -62,8 +61,8 @@ class Recorder:
         return Operation(self.numbers[0], "barrier")
 
 
-def post(**more) -> RankStatus:
-    return dataclasses.replace(describe_rank(RunPosition(), {"0": (5, 5)}), **more)
+def post(**more) -> RankAtFailure:
+    return replace(describe_rank(RunPosition(), {"0": (5, 5)}), **more)
 
 
 @pytest.fixture
@@ -73,7 +72,7 @@ def ranks(monkeypatch):
     monkeypatch.setattr(hang_diagnosis, "ANSWER_SECONDS", 0.3)
     made = []
 
-    def make(*others: RankStatus, recorder=None, limit_s=60.0, **more) -> watchdog.Watchdog:
+    def make(*others: RankAtFailure, recorder=None, limit_s=60.0, **more) -> watchdog.Watchdog:
         store = dist.HashStore()
         for rank, other in enumerate(others, start=1):
             RankStore(store, rank, 1 + len(others)).set_status(other)
@@ -97,7 +96,7 @@ def ask(one: watchdog.Watchdog, error: Exception):
 
 
 def test_the_first_to_ask_speaks_for_all():
-    there, store = post(stack=["f (a:1)"], left="ValueError: no", phase="data", started_at=7), dist.HashStore()
+    there, store = post(stack=("f (a:1)",), left="ValueError: no", phase="data", started_at=7), dist.HashStore()
     boards = [RankStore(store, rank, 3) for rank in range(3)]
     boards[2].set_status(there)
     assert boards[0].get_statuses([0, 1, 2]) == {2: there}
@@ -123,7 +122,7 @@ def test_the_record_of_a_terminated_writer_is_ended_for_it(tmp_path):
 
 
 def test_every_ranks_last_status_is_written_down_whole(tmp_path):
-    gone = post(left="ValueError: half a letter \udc80", stack=["f (\udc80.py:1)"], groups={"7": 2})
+    gone = post(left="ValueError: half a letter \udc80", stack=("f (\udc80.py:1)",), groups={"7": 2})
     asking = post(waiting=("0", 3, (0, 1)), phase="forward", started_at=7, answers=True)
     store = dist.HashStore()
     RankStore(store, 1, 2).set_status(gone)
@@ -132,11 +131,12 @@ def test_every_ranks_last_status_is_written_down_whole(tmp_path):
     line = str(diagnosis.diagnose(CLOSED, asking, None))
     written = (tmp_path / "ranks.json").read_text()
     places = {0: "tp 0", 1: "tp 1"}
-    ranks = {rank: {"place": places[rank], **dataclasses.asdict(status)} for rank, status in ((0, asking), (1, gone))}
-    assert written == json.dumps({"verdict": line, "ranks": ranks}, indent=1) + "\n"
+    written_ranks = ((0, asking), (1, gone))
+    ranks = {str(rank): replace(status, place=places[rank]) for rank, status in written_ranks}
+    assert written == encode_failure(FailureRecord(verdict=line, ranks=ranks))
     assert RankStore(store, 1, 2).wait_for_cause(0.0) == line
     record = msgspec.convert(json.loads(written), FailureRecord)
-    assert record.ranks["0"] == record_status(asking, "tp 0") and record.ranks["1"].stack == tuple(gone.stack)
+    assert record.ranks == ranks
 
 
 def test_states_of_processes(tmp_path, monkeypatch):
@@ -330,8 +330,9 @@ def test_nobody_outlives_the_verdict(ranks, monkeypatch):
 
 
 TERMINATED = """
-import ctypes, dataclasses, os, sys
+import ctypes, os, sys
 import torch.distributed as dist
+from msgspec.structs import replace
 from megatron_lite.config.world import World
 from megatron_lite.parallel.rank_status import RankStore
 from megatron_lite.parallel.rank_status import RunPosition, describe_rank
@@ -339,7 +340,7 @@ from megatron_lite.parallel.watchdog import Watchdog
 from test_parallel_watchdog import Recorder
 
 store, pid = dist.HashStore(), int(sys.argv[1])
-RankStore(store, 1, 2).set_status(dataclasses.replace(describe_rank(RunPosition(), {"0": (5, 5)}), pid=pid))
+RankStore(store, 1, 2).set_status(replace(describe_rank(RunPosition(), {"0": (5, 5)}), pid=pid))
 ranks = Watchdog(World(0, 2, 0, 2), store, Recorder(6, 5), 60.0, backstop=False)
 ranks.start()
 print("ready", flush=True)
