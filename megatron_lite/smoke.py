@@ -10,22 +10,25 @@ import gc
 import math
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable
-from itertools import islice, pairwise
+from itertools import accumulate, islice, pairwise
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch.autograd.graph import Node
 from torch.profiler import ProfilerAction
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
+from megatron_lite.tensor_holders import count_nodes, find_held_tensors
 from megatron_lite.units import significant
 
 RECORDING = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
 MAX_NAMED_PARAMETERS = 4  # of parameters in a message
+# growth that is told from caches that fill
+MIN_RISES = 3
 # one training step; seconds
 Step = Callable[[], object]
 Clock = Callable[[], float]
@@ -308,19 +311,51 @@ def check_detached(logged: object) -> None:
     """Check that what is kept for logging holds no graph of autograd.
 
     Args:
-        logged: Tensors and numbers, in nested lists, tuples and dicts.
+        logged: Tensors and numbers, in nested lists, tuples and dicts; or whatever keeps them: a model, an optimizer,
+            an object for metrics, a function. Its attributes and closures are looked through.
 
     Raises:
-        AssertionError: A tensor among them requires a gradient.
+        AssertionError: A tensor among them has a graph.
     """
-    leaves = tree_flatten_with_path(logged)[0]
-    found = [keystr(path) or "it" for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-    cause = "a loss or output that was appended as it is; keep loss.detach() or loss.item()"
+    found = [held.path or "it" for held in find_held_tensors(logged) if held.tensor.grad_fn is not None]
+    cause = "a loss or output that was kept as it is; keep loss.detach() or loss.item()"
     _require(not found, f"what is logged holds a graph: {_list_names(found)}", "detached tensors or numbers", cause)
 
 
-def check_memory_steady(step: Step, steps: int = 5, warmup: int = 3) -> None:
-    """Steps leave no memory behind: neither tensors nor autograd's graph grow from each step to the next.
+def check_graphs_released(step: Step, steps: int = 3) -> None:
+    """Check that steps leave no graph of autograd behind: in an attribute, a closure, a dict, or anywhere else.
+
+    What `step` returns may have one. Graphs that were there before are not looked at, as long as steps leave them.
+
+    Args:
+        step: One training step, with all that is done around it: logging, hooks, evaluation.
+        steps: How many are run.
+
+    Raises:
+        AssertionError: Afterwards there is a tensor with a graph that was not there before.
+    """
+    gc.collect()
+    before = [one for one in _list_tensors() if one.grad_fn is not None]
+    known = set(map(id, before))
+    for _ in range(steps):
+        step()
+    _synchronize()
+    gc.collect()
+    kept = [one for one in _list_tensors() if one.grad_fn is not None and id(one) not in known]
+    places = {id(held.tensor): held.path for held in find_held_tensors(step)}
+    named = [places[id(one)] for one in kept if id(one) in places]
+    where = f"in {_list_names(named)}" if named else "where step does not lead to"
+    seen = f"steps leave {count_nodes(kept)} nodes of autograd's graph, held {where}"
+    cause = "a loss or output that is kept as it is, keep loss.detach(), or a hook that keeps outputs"
+    _require(not kept, seen, "none once a step is over", cause)
+
+
+def check_memory_steady(step: Step, steps: int = 15, warmup: int = 3) -> None:
+    """Steps leave no memory behind: neither tensors nor autograd's graph grow from each step to the next, nor from
+    every n-th step to the next one, as where only logging or evaluation keeps something.
+
+    A buffer that fills and is then full is steady, and so is one that is emptied again within these steps. A leak of
+    every n-th step takes 3 n steps to be told from that: raise `steps` for n above 5.
 
     Args:
         step: One training step, with all that is done around it: logging, hooks, evaluation.
@@ -328,38 +363,97 @@ def check_memory_steady(step: Step, steps: int = 5, warmup: int = 3) -> None:
         warmup: Steps before, in which optimizers and caches get their memory.
 
     Raises:
-        AssertionError: One of the two grew in every step.
+        AssertionError: One of the two grew again and again. The message says where it is held.
     """
-    seen = []
-    for number in range(warmup + steps + 1):
+    for _ in range(warmup):
         step()
-        _synchronize()
-        if number >= warmup:
-            seen.append(_measure_live())
-    of_tensors, of_graphs = zip(*seen)
-    for what, values in {"bytes of tensors": of_tensors, "nodes of autograd's graph": of_graphs}.items():
-        grows = all(after > before for before, after in pairwise(values))
-        words = f"{what} grow in each of {steps} steps, from {values[0]:,} to {values[-1]:,}"
+    live = _LiveTensors()
+    try:
+        step()
+        seen = [live.measure()]
+        held_before = _measure_holders(step)
+        for _ in range(steps):
+            step()
+            seen.append(live.measure())
+        held_after = _measure_holders(step)
+    finally:
+        live.close()
+    for at, what in enumerate(("bytes of tensors", "nodes of autograd's graph")):
+        values = [figures[at] for figures in seen]
+        often = _describe_growth(values)
+        grown = [
+            f"{holder} ({figures[at] - held_before.get(holder, (0, 0))[at]:,} more)"
+            for holder, figures in held_after.items()
+            if figures[at] > held_before.get(holder, (0, 0))[at]
+        ]
+        where = f", held in {_list_names(grown)}" if grown else ", held where step does not lead to"
+        words = f"{what} grow in {often}, from {values[0]:,} to {values[-1]:,}{where}"
         cause = (
             "losses or outputs kept without detach(), total += loss, "
             "a hook that keeps outputs, or evaluation with gradients"
         )
-        _require(not grows, words, "as many after each step", cause)
+        _require(not often, words, "as many after each step", cause)
 
 
-def _measure_live() -> tuple[int, int]:
-    """Measure bytes of all tensors, and count the nodes of the graphs that they keep."""
-    gc.collect()
-    nodes: set[Node] = set()
-    waiting = [one.grad_fn for one in _list_tensors() if one.grad_fn is not None]
-    while waiting:
-        node = waiting.pop()
-        if node not in nodes:
-            nodes.add(node)
-            waiting += [before for before, _ in node.next_functions if before is not None]
-    if torch.accelerator.is_available():
-        return torch.accelerator.memory_allocated(), len(nodes)
-    return sum(_find_storages().values()), len(nodes)
+def _describe_growth(values: list[int]) -> str:
+    """Say how often a value that was measured after each step grows for good; "": it does not grow steadily."""
+    steps = len(values) - 1
+    # what is not given back in any later step
+    lasting = list(accumulate(reversed(values), min))[::-1]
+    rises = [number for number in range(1, steps + 1) if lasting[number] > lasting[number - 1]]
+    if len(rises) == steps:
+        return f"each of {steps} steps" if steps else ""
+    if len(rises) < MIN_RISES:
+        return ""
+    gaps = [after - before for before, after in pairwise(rises)]
+    period = max(gaps)
+    # a buffer that is emptied now and then rises at the end only, one that fills up at the beginning only
+    is_throughout = rises[0] <= period and steps - rises[-1] < period
+    if not is_throughout:
+        return ""
+    if min(gaps) == period:
+        return f"every {_name_ordinal(period)} of {steps} steps"
+    return f"{len(rises)} of {steps} steps" if len(rises) * 2 > steps else ""
+
+
+def _name_ordinal(number: int) -> str:
+    suffix = {2: "nd", 3: "rd"}.get(number, "th")
+    return f"{number}{suffix}"
+
+
+def _measure_holders(step: Step) -> dict[str, tuple[int, int]]:
+    """Measure bytes of tensors and nodes of their graphs by what holds them, as far as a step leads to it."""
+    tensors = defaultdict(list)
+    for held in find_held_tensors(step):
+        tensors[held.holder].append(held.tensor)
+    return {holder: (sum(_find_storages(some).values()), count_nodes(some)) for holder, some in tensors.items()}
+
+
+class _LiveTensors:
+    """Measures the tensors that are alive, without collecting what was there before as garbage each time."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        self._before = [weakref.ref(one) for one in _list_tensors()]
+        self._is_frozen = gc.get_freeze_count() == 0
+        if self._is_frozen:
+            gc.freeze()
+
+    def close(self) -> None:
+        if self._is_frozen:
+            gc.unfreeze()
+
+    def measure(self) -> tuple[int, int]:
+        """Measure bytes of all tensors, and count the nodes of the graphs that they keep."""
+        _synchronize()
+        gc.collect()
+        tensors = _list_tensors()
+        if self._is_frozen:
+            tensors += [one for one in (reference() for reference in self._before) if one is not None]
+        nodes = count_nodes(tensors)
+        if torch.accelerator.is_available():
+            return torch.accelerator.memory_allocated(), nodes
+        return sum(_find_storages(tensors).values()), nodes
 
 
 def _list_tensors() -> list[Tensor]:
@@ -367,9 +461,9 @@ def _list_tensors() -> list[Tensor]:
     return [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
 
 
-def _find_storages() -> dict[int, int]:
-    """Find the memory of all tensors: bytes by identity."""
-    storages = [one.untyped_storage() for one in _list_tensors() if one.layout == torch.strided]
+def _find_storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Find the memory of tensors: bytes by identity."""
+    storages = [one.untyped_storage() for one in tensors if one.layout == torch.strided]
     return {storage._cdata: storage.nbytes() for storage in storages}
 
 
@@ -378,7 +472,7 @@ class _PeakOnCPU(TorchDispatchMode):
 
     def __init__(self) -> None:
         TorchDispatchMode.__init__(self)
-        self._live = _find_storages()
+        self._live = _find_storages(_list_tensors())
         self._held = self.peak = sum(self._live.values())
 
     def __torch_dispatch__(

@@ -36,6 +36,7 @@ LEVELS = [  # bottom up: what stands together does not know each other
         "pipeline_schedule",
         "shared_files",
         "pickle_bounds",
+        "tensor_holders",
     },
     {"config", "user_functions", "caching_allocator", "postmortem"},
     {"run_folder", "rank_errors", "model", "smoke"},

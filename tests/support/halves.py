@@ -16,6 +16,7 @@ HALVES = {
         "train",
         "app",
         "smoke",
+        "tensor_holders",
     },
     "instruments": {"instruments", "watch", "script_record"},
     "planner": {"planner"},

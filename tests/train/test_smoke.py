@@ -4,6 +4,7 @@ import itertools
 import math
 import re
 import runpy
+from collections import deque
 
 import numpy as np
 import pytest
@@ -42,6 +43,15 @@ class Training:
         loss.backward()
         self.optimizer.step()
         return loss.detach()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Keep threads of small operations from waiting for each other on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -219,18 +229,81 @@ def test_measuring_a_step():
 def test_detached(training):
     smoke.check_detached([{"loss": training.loss().detach(), "step": 3}, training.loss().item(), None])
     kept = {"losses": [1.0, (training.loss(),)], "last": training.loss()}
-    text = "what is logged holds a graph: ['losses'][1][0], ['last']; expected detached tensors or numbers"
+    text = "what is logged holds a graph: ['last'], ['losses'][1][0]; expected detached tensors or numbers"
     assert said(smoke.check_detached, kept) == text
     assert said(smoke.check_detached, training.loss()).startswith(wording("train/what-is-logged-holds"))
+
+
+def test_detached_in_attributes(training):
+    for sound in (training, training.model, training.optimizer, training.step):
+        smoke.check_detached(sound)
+    training.model.last = {"loss": training.loss()}
+    training.model[1].register_buffer("shift", training.model[1].bias * 2, persistent=False)
+    training.optimizer.history = deque([training.loss().detach(), training.loss()], maxlen=2)
+    training.model[0].weight.seen = training.loss()
+    held = r"what is logged holds a graph: (.*); expected detached tensors or numbers"
+    [found] = re.findall(held, said(smoke.check_detached, training))
+    assert found.split(", ") == [
+        "model.last['loss']",
+        "optimizer.history[1]",
+        "model.1.shift",
+        "model.0.weight.seen",
+    ]
+    [found] = re.findall(held, said(smoke.check_detached, training.step))
+    assert "Training.optimizer.history[1]" in found
+
+
+class WithSlots:
+    """Keeps a loss in a slot; one is not assigned."""
+
+    __slots__ = ("empty", "loss")
+
+
+def test_graphs_are_released(training):
+    kept = []
+    known = training.loss()
+    smoke.check_graphs_released(training.step)
+    smoke.check_graphs_released(lambda: kept.append(training.step()))
+    smoke.check_graphs_released(lambda: (training.step(), training.loss())[1])
+    average = {"loss": torch.zeros(())}
+
+    def follow():
+        average["loss"] = average["loss"] * 0.9 + training.step() * 0.1
+
+    smoke.check_graphs_released(follow)
+    holder = WithSlots()
+
+    def keep():
+        holder.loss = training.loss()
+
+    where = r"steps leave \d+ nodes of autograd's graph, held in (.*); expected none once a step is over"
+    assert re.findall(where, said(smoke.check_graphs_released, keep)) == ["holder.loss"]
+    del holder.loss
+    smoke.check_graphs_released(training.step)
+
+    def remember(step, loss, history=[]):  # noqa: B006
+        history[:] = [step, loss]
+
+    last = lambda: remember(1, training.loss())
+    assert re.findall(where, said(smoke.check_graphs_released, last)) == ["remember's default[1]"]
+    remember(1, None)
+    hidden = lambda: setattr(smoke.torch, "unseen_loss", training.loss())
+    try:
+        text = said(smoke.check_graphs_released, hidden)
+    finally:
+        del smoke.torch.unseen_loss
+    assert wording("train/held-where-step-does") in text
+    assert known.grad_fn is not None
 
 
 def test_steady_memory(training):
     smoke.check_memory_steady(training.step)
     kept = []
-    smoke.check_memory_steady(lambda: kept.append(training.step().item()))
-    copies = said(smoke.check_memory_steady, lambda: kept.append(training.step().clone()))
+    smoke.check_memory_steady(lambda: kept.append(training.loss().item()))
+    copies = said(smoke.check_memory_steady, lambda: kept.append(training.loss().detach()))
     assert re.fullmatch(
-        r"bytes of tensors grow in each of 5 steps, from [\d,]+ to [\d,]+; expected as many after .*", copies
+        r"bytes of tensors grow in each of 15 steps, from [\d,]+ to [\d,]+, held in kept \(60 more\); expected as .*",
+        copies,
     )
     del kept[:]
     total = torch.zeros(())
@@ -241,19 +314,81 @@ def test_steady_memory(training):
         loss.backward()
         total += loss
 
-    assert said(smoke.check_memory_steady, add_up).startswith(wording("train/nodes-of-autograd-graph", 5))
+    text = said(smoke.check_memory_steady, add_up)
+    assert text.startswith(wording("train/nodes-of-autograd-graph", 15)) and " total (" in text
     seen = []
     training.model[2].register_forward_hook(lambda module, inputs, output: seen.append(output))
-    assert said(smoke.check_memory_steady, training.step, steps=2).startswith(wording("train/bytes-of-tensors-grow", 2))
+    text = said(smoke.check_memory_steady, training.step, steps=2)
+    assert text.startswith(wording("train/bytes-of-tensors-grow", 2))
+    assert "Training.model.2._forward_hooks[0].seen (" in text
 
 
-def test_memory_that_grows_now_and_then_is_steady(training):
-    kept, count = [], itertools.count()
+@pytest.mark.parametrize(("every", "shift"), [(2, 1), (3, 0), (5, 0), (5, 1)])
+def test_memory_that_grows_in_every_nth_step(training, every, shift):
+    count = itertools.count(shift)
 
     def step():
-        training.step()
-        if next(count) % 4 == 0:
-            kept.append(torch.zeros(1000))
+        if next(count) % every == 0:
+            training.logged.append(torch.zeros(1000))
+
+    text = said(smoke.check_memory_steady, step)
+    grown = f"{(15 + (3 + shift) % every) // every * 4000:,}"
+    often = wording("train/bytes-grow-in-every", {2: "2nd", 3: "3rd"}.get(every, f"{every}th"), 15)
+    assert text.startswith(often) and f" training.logged ({grown} more)" in text
+
+
+def test_graphs_that_grow_in_every_nth_step(training):
+    count = itertools.count()
+
+    def step():
+        if next(count) % 5 == 0:
+            loss = training.loss()
+            loss.backward()
+            training.optimizer.total = getattr(training.optimizer, "total", 0) + loss
+
+    text = said(smoke.check_memory_steady, step)
+    assert wording("train/nodes-grow-in-every", "5th", 15) in text and "training.optimizer.total (" in text
+
+
+def test_memory_that_grows_at_random(training):
+    count = itertools.count()
+
+    def step():
+        if next(count) % 7 in (0, 1, 3, 4, 6):
+            training.logged.append(torch.zeros(1000))
+
+    text = said(smoke.check_memory_steady, step)
+    assert text.startswith(wording("train/bytes-grow-in-some", 11, 15))
+
+
+def test_buffers_that_fill_and_are_emptied_are_steady(training):
+    ring = deque(maxlen=8)
+    smoke.check_memory_steady(lambda: ring.append(training.loss().detach()))
+    batch = []
+
+    def flush():
+        batch.append(torch.zeros(1000))
+        if len(batch) == 10:
+            batch.clear()
+
+    smoke.check_memory_steady(flush)
+    average = {}
+
+    def follow():
+        for name, parameter in training.model.named_parameters():
+            average[name] = average.get(name, 0) * 0.9 + parameter.detach() * 0.1
+
+    smoke.check_memory_steady(follow)
+    smoke.check_graphs_released(follow)
+    count = itertools.count()
+    tables = {}
+
+    def step():
+        number = next(count)
+        if number in (5, 9):  # longer sequences
+            tables[number] = torch.zeros(1000)
+        training.cycle = {"loss": torch.zeros(3)}
+        training.cycle["itself"] = training.cycle
 
     smoke.check_memory_steady(step)
 
