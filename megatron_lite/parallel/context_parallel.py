@@ -88,7 +88,10 @@ def share_out_positions(model: GPT, plan: Plan, groups: ContextGroups) -> None:
 
 def _number_positions(chunks: tuple[range, ...], length: int, device: torch.device) -> Tensor:
     """The positions of these chunks, (T,). Stands in for GPT.number_positions."""
-    return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks])
+    positions = []
+    for chunk in chunks:
+        positions.append(torch.arange(chunk.start, chunk.stop, device=device))
+    return torch.cat(positions)
 
 
 def attend_across(attend: Attend, layout: Layout, groups: ContextGroups, head_ranks: int) -> Attend:
@@ -169,18 +172,23 @@ class _GatherSequence(torch.autograd.Function):
         own = torch.stack((k_BGTD, v_BGTD))
         gathered = collectives.all_gather_into_tensor(own, ranks, group.group_name)
         # (R, 2 of k and v, B, G, 2 chunks, C, D); a rank's second chunk counts from the sequence's end
-        parts = collectives.wait_tensor(gathered).view(ranks, *own.shape).unflatten(-2, (2, -1))
+        by_rank = collectives.wait_tensor(gathered).view(ranks, *own.shape)
+        parts = by_rank.unflatten(-2, (2, -1))
         first = parts.select(4, 0)
         second = parts.select(4, 1).flip(0)
-        whole = torch.cat((first, second)).movedim(0, 3).flatten(3, 4)
+        by_chunk = torch.cat((first, second))
+        whole = by_chunk.movedim(0, 3).flatten(3, 4)
         return whole[0], whole[1]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: _SequenceContext, of_k_BGSD: Tensor, of_v_BGSD: Tensor) -> tuple[Tensor, Tensor, None, None]:
         both = torch.stack((of_k_BGSD, of_v_BGSD))
-        whole = both.unflatten(3, (2, ctx.ranks, -1)).movedim((3, 4), (0, 1))
-        parts = torch.stack((whole[0], whole[1].flip(0)), dim=4).flatten(4, 5)
+        by_chunk = both.unflatten(3, (2, ctx.ranks, -1))
+        whole = by_chunk.movedim((3, 4), (0, 1))
+        first = whole[0]
+        second = whole[1].flip(0)
+        parts = torch.stack((first, second), dim=4).flatten(4, 5)
         summed = collectives.reduce_scatter_tensor(parts.flatten(0, 1), "sum", ctx.ranks, ctx.group.group_name)
         of_k_BGTD, of_v_BGTD = collectives.wait_tensor(summed)
         return of_k_BGTD, of_v_BGTD, None, None

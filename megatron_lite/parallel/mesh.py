@@ -17,7 +17,9 @@ def arrange_ranks(layout: Layout) -> torch.Tensor:
     """All ranks by their places, an integer tensor of the shape (pipeline, data, context, tensor)."""
     sizes = (layout.pipeline, layout.data, layout.context, layout.tensor)
     places = itertools.product(*(range(size) for size in sizes))
-    ranks = [layout.find_rank(tensor, context, data, stage) for stage, data, context, tensor in places]
+    ranks = []
+    for stage, data, context, tensor in places:
+        ranks.append(layout.find_rank(tensor, context, data, stage))
     return torch.tensor(ranks).view(sizes)
 
 
@@ -46,7 +48,12 @@ def make_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
     """
     layout = plan.layout
     shards = plan.sharding.ranks if plan.sharding else 1
-    sizes = {PIPELINE: layout.pipeline, REPLICATE: layout.replicas // shards, SHARD: shards, TENSOR: layout.tensor}
+    sizes = {
+        PIPELINE: layout.pipeline,
+        REPLICATE: layout.replicas // shards,
+        SHARD: shards,
+        TENSOR: layout.tensor,
+    }
     if sizes[REPLICATE] == plan.world.size:
         return None
     sizes = {name: size for name, size in sizes.items() if size > 1}
