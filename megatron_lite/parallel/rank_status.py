@@ -178,6 +178,16 @@ class FlightRecorder:
         return recording
 
 
+def sum_counts(counts: dict[str, tuple[int, int]]) -> tuple[int, int]:
+    """How many collectives of all groups have begun, and how many have finished. counts: those of FlightRecorder."""
+    begun = 0
+    finished = 0
+    for begun_in_group, finished_in_group in counts.values():
+        begun += begun_in_group
+        finished += finished_in_group
+    return begun, finished
+
+
 def describe_hand_over(rank: int, what: str) -> Operation:
     """Describe what another rank waits for. rank, what: such as 1 and 'the forward of micro-batch 3 from'."""
     return Operation(1, what, group=STAGE_TRANSFERS, ranks=(rank,))

@@ -6,12 +6,10 @@ trainer's thread can give up on a store that hangs.
 """
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import queue
 import re
-import select
 import signal
 import sys
 import threading
@@ -19,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import FrameType
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -47,9 +44,11 @@ from megatron_lite.parallel.rank_status import (
     RunPosition,
     describe_rank,
     read_stack,
+    sum_counts,
 )
 from megatron_lite.process_state import ProcessIdentity, find_launcher, is_there
 from megatron_lite.rank_errors import tell_error
+from megatron_lite.signal_pipe import SignalPipe, die_of
 from megatron_lite.terminal import print_lines
 
 BEAT_SECONDS = 1.0
@@ -58,7 +57,6 @@ LOOK_CLOSER = 0.1  # of the limit: a step that takes so long bears a look at the
 GRACE_SECONDS = 30.0  # what a rank has to end by itself once the verdict is out
 SECONDS_BETWEEN_LAUNCHER_LOOKS = 1.0  # at the launcher
 SECONDS_FOR_LAST_WORDS = 5.0  # a terminal or a disk may hang
-WAKE = b"\xff"  # no signal has this number
 STORE_ERRORS = (dist.DistError, RuntimeError)
 # what gloo says of lost connections; its errors are plain RuntimeErrors
 LOST = ("gloo/transport", "pair closure", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
@@ -136,8 +134,7 @@ class Watchdog:
         self._main = threading.get_ident()
         # what the other thread is to run, and what tells that it did
         self._calls: queue.SimpleQueue[tuple[Callable[[], None], threading.Event]] = queue.SimpleQueue()
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_write, False)
+        self._signals = SignalPipe(self._wait_for_the_end)
         # number of collectives finished, and the time.monotonic() since when no further one is
         self._stuck: tuple[int, float] | None = None
         # the collective that does not finish
@@ -150,23 +147,17 @@ class Watchdog:
 
     def start(self) -> None:
         """Begin to tell, and to listen for SIGTERM even while the trainer waits inside a collective."""
-        self._old_wakeup = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
-        self._old_handler = signal.getsignal(signal.SIGTERM)
-        if self._old_handler is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._wait_for_the_end)
+        self._signals.open()
         self._thread.start()
 
     def stop(self) -> None:
         """End the other thread and give signals back. Called after `leave`."""
         self._over = True
-        os.write(self._wake_write, WAKE)
+        self._signals.wake()
         self._thread.join(FAREWELL_SECONDS)
-        signal.set_wakeup_fd(self._old_wakeup)
-        if signal.getsignal(signal.SIGTERM) == self._wait_for_the_end:
-            signal.signal(signal.SIGTERM, self._old_handler)
+        self._signals.release_signals()
         if not self._thread.is_alive():
-            os.close(self._wake_read)
-            os.close(self._wake_write)
+            self._signals.close()
 
     def report_to(self, run_dir: Path) -> None:
         """Have what all ranks told written into this folder when they fail."""
@@ -216,16 +207,16 @@ class Watchdog:
         answers: list[Answer] = []
         ready = threading.Event()
         self._calls.put((lambda: answers.append(function()), ready))
-        os.write(self._wake_write, WAKE)
+        self._signals.wake()
         ready.wait(within_s)
         return answers
 
-    def _wait_for_the_end(self, number: int, frame: FrameType | None) -> None:
+    def _wait_for_the_end(self) -> None:
         """Runs in the trainer's thread on SIGTERM, where no handler of the trainer does."""
         # The other thread ends the process long before, unless the machine is too busy for it or another rank speaks; a
         # launcher waits for half a minute.
         time.sleep(ANSWER_SECONDS + VERDICT_SECONDS)
-        _die_of(number)
+        die_of(signal.SIGTERM)
 
     # --- the other thread
 
@@ -234,8 +225,7 @@ class Watchdog:
         next_beat = time.monotonic()
         while not self._over:
             until_beat_s = max(next_beat - time.monotonic(), 0)
-            woken, _, _ = select.select([self._wake_read], [], [], until_beat_s)
-            said = os.read(self._wake_read, 4096) if woken else b""
+            said = self._signals.wait(until_beat_s)
             with contextlib.suppress(*STORE_ERRORS):  # whoever needs the store finds out
                 if signal.SIGTERM in said:
                     self._terminated()
@@ -252,9 +242,7 @@ class Watchdog:
     def _beat(self) -> None:
         """Post this rank's status, and look whether it is stuck and whether somebody asks."""
         now = time.monotonic()
-        counts = self._recorder.counts().values()
-        begun = sum(begun_in_group for begun_in_group, _ in counts)
-        finished = sum(finished_in_group for _, finished_in_group in counts)
+        begun, finished = sum_counts(self._recorder.counts())
         if begun <= finished:
             self._stuck = None
             self._waiting = None
@@ -300,7 +288,7 @@ class Watchdog:
     def _terminated(self) -> None:
         """Handle SIGTERM. A launcher sends it when a rank has died: the last moment to say which."""
         # else --exit-signal-handler wants to save
-        ends = signal.getsignal(signal.SIGTERM) == self._wait_for_the_end
+        ends = self._signals.handles_termination
         mine = self._post()
         operation = self._find_unfinished()
         with contextlib.suppress(*STORE_ERRORS):
@@ -310,14 +298,7 @@ class Watchdog:
                 ends = True
                 self._tell(TERMINATED, mine, operation)
         if ends:
-            _die_of(signal.SIGTERM)
-
-
-def _die_of(number: int) -> None:
-    """End this process by a signal of this number, as if nobody handled it."""
-    # Python's own way is open to the main thread only
-    ctypes.CDLL(None).signal(number, None)
-    os.kill(os.getpid(), number)
+            die_of(signal.SIGTERM)
 
 
 class LauncherWatch:

@@ -31,6 +31,7 @@ LEVELS = [  # bottom up: what stands together does not know each other
         "variables",
         "process_state",
         "script_process",
+        "signal_pipe",
         "local_ranks",
         "phase_names",
         "pipeline_schedule",

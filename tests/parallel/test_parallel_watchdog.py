@@ -216,7 +216,7 @@ def test_a_rank_says_at_once_that_it_is_there_and_signals_do_not_silence_it(rank
     assert not first.answers
 
     def is_newer() -> bool:
-        os.write(one._wake_write, watchdog.WAKE)
+        one._signals.wake()
         return one._store.get_statuses([0])[0].wall_time > first.wall_time
 
     wait_until(is_newer, limit_s=60)
