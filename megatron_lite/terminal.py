@@ -31,6 +31,11 @@ def escape(text: str, keep_style: bool = False) -> str:
     return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
+def make_printable(text: str, most: int) -> str:
+    """Cut a text that a hostile file may hold to `most` letters, and replace what cannot be printed."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text[:most])
+
+
 def print_lines(lines: Sequence[str], stream: TextIO | None = None) -> None:
     """Print to standard output, or `stream`, at once; the one way in which commands and trainer print.
 

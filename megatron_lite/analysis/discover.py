@@ -11,7 +11,6 @@ from datetime import datetime
 from pathlib import Path
 
 from megatron_lite.analysis.memory.snapshot_forms import (
-    PICKLE,
     CannotUnpackError,
     find_packing,
     is_snapshot_beginning,
@@ -24,6 +23,7 @@ from megatron_lite.analysis.trace.read import NSYS_REPORTS, SQLITE_MAGIC, any_bl
 from megatron_lite.errors import UserError
 from megatron_lite.formats.file_names import RANKS_FILE, RUN_FILE, STEPS_FILE
 from megatron_lite.formats.run_record import Settings
+from megatron_lite.plain_pickles import PICKLE
 from megatron_lite.run_folder import PROCESS_FOLDER, iteration_of
 from megatron_lite.shared_files import open_foreign
 from megatron_lite.units import counted

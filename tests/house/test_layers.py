@@ -39,6 +39,7 @@ LEVELS = [  # bottom up: what stands together does not know each other
         "pickle_bounds",
         "tensor_holders",
     },
+    {"plain_pickles"},
     {"config", "user_functions", "caching_allocator", "postmortem"},
     {"run_folder", "rank_errors", "model", "smoke"},
     {"cpu_kernels"},

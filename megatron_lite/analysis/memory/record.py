@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lite.analysis.memory.stacks import Stacks, make_printable
+from megatron_lite.analysis.memory.stacks import Stacks
 from megatron_lite.analysis.trace.columns import Numbered
 from megatron_lite.errors import UserError
+from megatron_lite.terminal import make_printable
 from megatron_lite.units import size
 
 Ints = NDArray[np.int64]

@@ -6,20 +6,17 @@ dict or list of the program that wrote it.
 
 import base64
 import contextlib
-import json
 import re
 from io import BytesIO
 from pathlib import Path
 from typing import IO, Any
 
-import msgspec
-
-from megatron_lite.analysis.memory.snapshot_forms import PAGE, PICKLE, CannotUnpackError, find_packing, open_unpacked
-from megatron_lite.analysis.memory.stacks import make_printable
+from megatron_lite.analysis.memory.snapshot_forms import PAGE, CannotUnpackError, find_packing, open_unpacked
 from megatron_lite.errors import UserError
-from megatron_lite.pickle_bounds import BoundedUnpickler, OutsideError, PickleBoundError
+from megatron_lite.plain_pickles import JSON, MAX_DESCRIBED_LETTERS, PICKLE, PlainFile, PlainUnpickler, parse_json
 from megatron_lite.process_state import limit_memory
 from megatron_lite.shared_files import open_foreign
+from megatron_lite.terminal import make_printable
 from megatron_lite.units import size
 
 MAX_MEMORY_PER_BYTE = 60  # a snapshot takes 10 to 30 times its file's size
@@ -46,28 +43,10 @@ def _unpack(path: Path, packing: str) -> bytes:
 
 # --- pickles that may be hostile: plain values only
 
-JSON = re.compile(rb"\s*[\[{]")
 LEGACY_TORCH_SAVE = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # before torch 1.6: three pickles before the value
 LEGACY_PICKLES_BEFORE = 3
 IN_PAGE = re.compile(rb'"base64":\s*"([A-Za-z0-9+/=]+)"')
-
-
-class _PlainValues(BoundedUnpickler):
-    """An unpickler that runs no code: every way to code leads through find_class."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("collections", "OrderedDict"):
-            return _make_dict
-        raise _RefusedError(f"names {module}.{name}")
-
-
-def _make_dict() -> dict[Any, Any]:
-    """An empty dict. A pickle fills it item by item, which is bounded, whereas a call with lists would not be."""
-    return {}
-
-
-class _RefusedError(Exception):
-    """A pickle that names something else than plain values."""
+SNAPSHOT_FILE = PlainFile("memory snapshot", "snapshot", FROM_TORCH)
 
 
 def _parse(file: IO[bytes]) -> Any:
@@ -78,45 +57,20 @@ def _parse(file: IO[bytes]) -> Any:
         found = IN_PAGE.search(file.read())
         return _parse(BytesIO(base64.b64decode(found[1]))) if found else None
     if JSON.match(head) and not PICKLE.match(head):
-        return _parse_json(file.read())
+        return parse_json(file.read())
     data = file.read()
     start = 0
     if head.startswith(LEGACY_TORCH_SAVE):
         for _ in range(LEGACY_PICKLES_BEFORE):
-            start = _PlainValues(data, start).end
-    return _PlainValues(data, start).load()
-
-
-def _parse_json(text: bytes) -> Any:
-    """The values in JSON, strict or as Python writes it."""
-    try:
-        return msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return json.loads(text)  # takes NaN and single surrogates, too
-
-
-ENDS_EARLY = ("pickle data was truncated", "Ran out of input", "pickle exhausted before end of frame")
+            start = PlainUnpickler(data, start).end
+    return PlainUnpickler(data, start).load()
 
 
 def _describe_failure(error: Exception) -> str:
     """Describe what was seen of a file that could not be read."""
-    if isinstance(error, OSError) and error.errno is not None:
-        return f"cannot be read ({error.strerror}); check the file."
     if isinstance(error, CannotUnpackError):
-        return f"is {make_printable(str(error), 200)}."
-    if isinstance(error, _RefusedError | OutsideError):
-        return (
-            f"{make_printable(str(error), 200)}, but a memory snapshot holds plain values only; reading it could run "
-            f"its code and is refused; {FROM_TORCH}."
-        )
-    if isinstance(error, MemoryError):
-        return f"asks for far more memory than its size explains, as no snapshot of PyTorch does; {FROM_TORCH}."
-    text = make_printable(str(error), 200)
-    if isinstance(error, EOFError) or text in ENDS_EARLY:
-        return f"ends before its data does ({text}); copy or write it again."
-    if isinstance(error, PickleBoundError):
-        return f"cannot be read as a snapshot: {text}; {FROM_TORCH}."
-    return f"cannot be read as a snapshot ({type(error).__name__}: {text}); {FROM_TORCH}."
+        return f"is {make_printable(str(error), MAX_DESCRIBED_LETTERS)}."
+    return SNAPSHOT_FILE.describe_failure(error)
 
 
 def read_values(path: Path) -> Any:

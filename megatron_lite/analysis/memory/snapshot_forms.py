@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from megatron_lite.plain_pickles import PICKLE
 from megatron_lite.shared_files import open_foreign
 
 # --- how a file is packed
@@ -84,9 +85,6 @@ def read_beginning(path: Path, packing: str, count: int) -> bytes:
 
 
 # --- what a file's beginning says of its form
-
-PICKLE = re.compile(rb"\x80[\x02-\x05]|[}\]]q|\((dp|lp)\d+\n")  # protocols 2 to 5, 1, 0
-
 
 # what `python -m torch.cuda._memory_viz trace_plot` writes
 PAGE = re.compile(rb"\s*<!DOCTYPE html>.{0,4096}add_local_files", re.DOTALL)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from megatron_lite import marks as own_marks
 from megatron_lite.analysis.trace.columns import Numbered
+from megatron_lite.terminal import make_printable
 
 Frame = tuple[str, int, str]  # file, line, function
 MAX_FRAME_LETTERS = 120
@@ -344,8 +345,3 @@ def _describe_frame(frame: Frame) -> str:
     file, line, name = frame
     function, _ = own_marks.split_mark(name)
     return make_printable(f"{file.rpartition('/')[2]}:{line} {function}", MAX_FRAME_LETTERS)
-
-
-def make_printable(text: str, most: int) -> str:
-    """Cut a text that a hostile file may hold to `most` letters, and replace what cannot be printed."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text[:most])
