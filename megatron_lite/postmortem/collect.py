@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megatron_lite.errors import UserError, describe_io_error
 from megatron_lite.postmortem.evidence import JobEvidence
+from megatron_lite.postmortem.flight_recordings import is_flight_recording, read_flight_recordings
 from megatron_lite.postmortem.run_records import (
     is_ranks_file,
     is_run_file,
@@ -44,6 +45,7 @@ class EvidenceReader:
 
 # the first that recognizes a file reads it; those that are surest come first
 EVIDENCE_READERS: tuple[EvidenceReader, ...] = (
+    EvidenceReader("flight recordings", is_flight_recording, read_flight_recordings),
     EvidenceReader("records of ranks", is_ranks_file, read_ranks_file),
     EvidenceReader("records of runs", is_run_file, read_run_file),
     EvidenceReader("records of steps", is_steps_file, read_steps_file),

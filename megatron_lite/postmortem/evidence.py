@@ -23,7 +23,7 @@ class StackFrame:
 class RecordedGroup:
     """A group of ranks that run collectives together."""
 
-    # as torch names it: "0", "17"; unique within a job
+    # as torch names it: "0", "17", or a hash; ranks may give groups of different members the same name
     name: str
     # what its maker calls it: "default_pg", "TENSOR_MODEL_PARALLEL_GROUP"; "" where nobody says so
     description: str = ""
@@ -47,7 +47,7 @@ class RecordedCall:
 
     # name of the group that ran it
     group: str
-    # counts collectives of the group from 1, or messages where it is one; all ranks of a group count alike
+    # counts collectives of the group from 1, alike on all ranks; of a message, this rank's own messages in the group
     number: int
     # all_reduce, _all_gather_base, send, coalesced, ...; without the backend
     name: str
@@ -57,6 +57,8 @@ class RecordedCall:
     # counts the operations of the group one by one, also those inside of a coalesced call
     operation: int = 0
     is_message: bool = False
+    # an operation inside of a coalesced call, which follows it and has the same number; its state is that of the call
+    is_part: bool = False
     # ranks of the job between which a message goes; None of a collective
     sender: int | None = None
     receiver: int | None = None
@@ -65,8 +67,10 @@ class RecordedCall:
     # as torch writes them: Float, BFloat16
     input_types: tuple[str, ...] = ()
     output_types: tuple[str, ...] = ()
-    # the recorder no longer watches it, since it has ended
+    # the recorder no longer watches it, since it has ended; gloo also retires a call that failed, and says no more
     is_retired: bool = False
+    # the library gave it up: it took longer than its limit, or a connection broke
+    has_failed: bool = False
     # nanoseconds since 1970
     created_ns: int | None = None
     started_ns: int | None = None
@@ -78,7 +82,7 @@ class RecordedCall:
     @property
     def has_ended(self) -> bool:
         """Whether this rank has nothing more to wait for in this call."""
-        return self.is_retired or self.state is CallState.COMPLETED
+        return (self.is_retired or self.state is CallState.COMPLETED) and not self.has_failed
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,8 @@ class FlightRecording:
     has_forgotten: bool = False
     # only calls that had not ended were written
     is_only_active: bool = False
+    # it tells of starts on the device (TORCH_NCCL_ENABLE_TIMING); otherwise a call may run and be SCHEDULED
+    tells_starts: bool = False
     # the form of the file, as torch numbers it; "" where it does not say so
     version: str = ""
 
