@@ -16,7 +16,7 @@ from megatron_lite.errors import CheckpointError, attach_explanation, get_explan
 from megatron_lite.formats.hardware import peak_tflops
 from megatron_lite.formats.run_record import Prediction
 from megatron_lite.instruments.base import Instruments
-from megatron_lite.instruments.build_instruments import WhereaboutsKeeper, build_instruments
+from megatron_lite.instruments.build_instruments import WhereaboutsKeeper, build_instruments, build_sampler
 from megatron_lite.instruments.memory_oom import PredictPeak, explain_unrecorded, is_out_of_memory, list_remedies
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.live_line import EVERY_RANK
@@ -93,9 +93,12 @@ class Observers:
         self._run_dir = run_dir
         predict_peak = self._planner.predict_peak
         instruments = build_instruments(plan, run_dir, self._timeline, _log_on_every_rank, predict_peak)
-        members = [WhereaboutsKeeper(where), *instruments]
+        self._hardware = build_sampler(plan)
+        samplers = [] if self._hardware is None else [self._hardware]
+        members = [WhereaboutsKeeper(where), *samplers, *instruments]
         parameters = count_parameters(plan.shape) if plan.args.model.model is None else None
-        self.record = RunRecorder(plan, run_dir, parameters, self._peak_tflops, self._prediction.record)
+        sampled = None if self._hardware is None else self._hardware.describe()
+        self.record = RunRecorder(plan, run_dir, parameters, self._peak_tflops, self._prediction.record, sampled)
         with self.record, Instruments(members, _log_on_every_rank) as self.instruments:
             yield
 
@@ -103,7 +106,16 @@ class Observers:
         """The log of a run that goes on from `progress`."""
         self.record.has_begun = True
         self._charts = self._ends.enter_context(Charts(self.plan, self._run_dir))
-        return Log(self.plan, metrics, self._timeline, self._run_dir, progress, self._charts, self._peak_tflops)
+        return Log(
+            self.plan,
+            metrics,
+            self._timeline,
+            self._run_dir,
+            progress,
+            self._charts,
+            self._peak_tflops,
+            self._hardware,
+        )
 
     def report(self) -> None:
         """Print the report of a profiled run, on the rank that has its trackers, and hand it to them."""

@@ -10,17 +10,17 @@ from typing import Any
 import msgspec
 from support.paths import DOCS
 
-from megatron_lite.formats import failure_record, run_record, step_records, trace_header
+from megatron_lite.formats import failure_record, hardware_record, run_record, step_records, trace_header
 from megatron_lite.formats.failure_record import FailureRecord
 from megatron_lite.formats.run_record import RunRecord
-from megatron_lite.formats.step_records import RankInterval, RanksRecord, StepRecord
+from megatron_lite.formats.step_records import HardwareRecord, RankInterval, RanksRecord, StepRecord
 from megatron_lite.formats.trace_header import RecordedCores
 
 PAGE = DOCS / "run_files.md"
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 FILES = {  # schema: what a line or the file may be
     "run.schema.json": ("run.json", (RunRecord,)),
-    "steps.schema.json": ("a line of steps.jsonl", (StepRecord, RanksRecord[RankInterval])),
+    "steps.schema.json": ("a line of steps.jsonl", (StepRecord, RanksRecord[RankInterval], HardwareRecord)),
     "ranks.schema.json": ("ranks.json", (FailureRecord,)),
 }
 HEAD = """# Files of a run
@@ -34,7 +34,7 @@ This page is made from `megatron_lite/formats/` by `python tests/format_schemas.
 """
 SECTIONS = (
     ("run.json", run_record, RunRecord),
-    ("steps.jsonl", step_records, StepRecord | RanksRecord[RankInterval]),
+    ("steps.jsonl", step_records, StepRecord | RanksRecord[RankInterval] | HardwareRecord),
     ("ranks.json", failure_record, FailureRecord),
     ("Headers of traces", trace_header, RecordedCores),
 )
@@ -57,7 +57,7 @@ def read_comments(kind: type) -> dict[str, str]:
 def describe_components(kinds: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """(a schema of each of the kinds, the Structs in them by name), with what the source says of every field."""
     schemas, components = msgspec.json.schema_components(kinds, ref_template="#/$defs/{name}")
-    for module in (run_record, step_records, failure_record, trace_header):
+    for module in (hardware_record, run_record, step_records, failure_record, trace_header):
         for name, kind in vars(module).items():
             if not isinstance(kind, type) or not issubclass(kind, msgspec.Struct):
                 continue

@@ -612,6 +612,9 @@ class WatchArgs:
     step_timeline: bool = flag(
         True, "Only each step's time: not of its phases, no memory, no ranks. (ours)", off="--no-step-timeline"
     )
+    hardware_samples: bool = flag(
+        True, "No clocks, temperatures and errors of GPU and host beside steps. (ours)", off="--no-hardware-samples"
+    )
     timing_log_level: int = flag(
         0, "1: print times of a step's main phases; 2: of all. On a GPU its own time.", choices=("0", "1", "2")
     )

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from megatron_lite.formats.hardware_record import HardwareFigures
 from megatron_lite.formats.step_records import MAX_NUMBER, Count
 
 RUN_SCHEMA = 1
@@ -407,6 +408,12 @@ class Hardware(msgspec.Struct, frozen=True):
     threads: Size | None = None
     bf16_products: bool | None = None
     fp16_products: bool | None = None
+    # highest clocks and limits of power and heat, as NVML and the kernel tell them before the first step
+    limits: HardwareFigures | None = None
+    # the process has an instance of a GPU (MIG), whose figures in steps.jsonl are the whole GPU's
+    mig: bool | None = None
+    # by figure of steps.jsonl's hardware, why it is not read; "gpu" where none of the GPU's is
+    unread: dict[str, str] = {}
 
 
 class LedgerRow(msgspec.Struct, frozen=True):

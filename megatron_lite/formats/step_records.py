@@ -1,5 +1,7 @@
 """steps.jsonl: a line for every step of the rank that writes, and one of all ranks for every console line.
 
+A watched script has no lines of ranks. It, and a run that fails, has lines of the writing rank's hardware.
+
 Times are milliseconds, memory is bytes, losses are nats. A field that is not known is absent from its line. Lines are
 told apart by their field "kind". In pandas: pandas.read_json("steps.jsonl", lines=True).query("kind == 'step'")
 
@@ -11,6 +13,8 @@ from typing import Annotated, BinaryIO, Generic, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
+
+from megatron_lite.formats.hardware_record import HardwareFigures
 
 MAX_NUMBER = 10**18  # no count, time or size of a run is larger; beyond it a file is damaged
 
@@ -134,6 +138,18 @@ class RankInterval(msgspec.Struct, kw_only=True, omit_defaults=True):
     core_wait_ms: RankNumbers = []
     # medians of involuntary_switches
     involuntary_switches: RankNumbers = []
+    # figures of HardwareFigures by name, over all samples since the console line before; one number alone where all
+    # ranks have the same
+    hardware: dict[str, RankNumbers] = {}
+
+
+class HardwareRecord(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="kind", tag="hardware"):
+    """Samples of one rank's hardware that no line of ranks holds."""
+
+    # the first and the last iteration beside which they were taken
+    iterations: tuple[Ordinal, Ordinal]
+    rank: Count
+    figures: HardwareFigures
 
 
 Interval = TypeVar("Interval", RankInterval, msgspec.Raw)
@@ -149,7 +165,7 @@ class RanksRecord(msgspec.Struct, Generic[Interval], tag_field="kind", tag="rank
 _encoder = msgspec.json.Encoder()
 
 
-def append_record(file: BinaryIO, record: StepRecord | RanksRecord[RankInterval]) -> None:
+def append_record(file: BinaryIO, record: StepRecord | RanksRecord[RankInterval] | HardwareRecord) -> None:
     """Append a line to an open steps.jsonl."""
     try:
         text = _encoder.encode(record)

@@ -12,6 +12,8 @@ from megatron_lite.config.args import ProfileArgs
 from megatron_lite.config.plan import Plan
 from megatron_lite.config.world import World
 from megatron_lite.instruments.base import Instrument, Tell, Window
+from megatron_lite.instruments.hardware_sampler import HardwareSampler, open_sensors
+from megatron_lite.instruments.host_counters import HostCounters
 from megatron_lite.instruments.memory_history import CpuRecorder, CudaRecorder, MemoryHistory, MemoryRecorder
 from megatron_lite.instruments.memory_oom import OutOfMemoryWatch, PredictPeak, list_remedies
 from megatron_lite.instruments.nsys_range import NsysRange
@@ -230,6 +232,18 @@ class Compiling(Instrument):
     def _count_cache_hits(self) -> int:
         """Count the graphs that the compile cache held, from an earlier run or from another rank."""
         return self._counters["aot_autograd"]["autograd_cache_hit"]
+
+
+def build_sampler(plan: Plan) -> HardwareSampler | None:
+    """Build what samples this rank's hardware beside its steps; None where that is switched off.
+
+    Without lines of ranks there is no place for what it finds.
+    """
+    watch = plan.args.watch
+    if not watch.hardware_samples or not watch.step_timeline:
+        return None
+    sensors = open_sensors(plan.world.gpu if plan.device == "cuda" else None)
+    return HardwareSampler(sensors, HostCounters())
 
 
 def build_instruments(

@@ -11,7 +11,9 @@ from megatron_lite.config.model_size import step_flops
 from megatron_lite.config.plan import Plan
 from megatron_lite.errors import UserError
 from megatron_lite.formats.file_names import STEPS_FILE
-from megatron_lite.formats.step_records import RanksRecord, StepRecord, append_record
+from megatron_lite.formats.hardware_record import HardwareFigures
+from megatron_lite.formats.step_records import HardwareRecord, RanksRecord, StepRecord, append_record
+from megatron_lite.instruments.hardware_sampler import HardwareSampler
 from megatron_lite.instruments.step_time import StepTime
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.live_line import EVERY_RANK
@@ -78,6 +80,18 @@ class StepsFile:
         """Append one interval of all ranks."""
         self._take_back()
         append_record(self._file, RanksRecord(ranks=figures.build_record()))
+
+    def write_hardware(self, iteration: int, rank: int, figures: HardwareFigures) -> None:
+        """Append samples of this rank's hardware that no console line comes for.
+
+        Args:
+            iteration: The one beside which they were taken.
+            rank: This one.
+            figures: What they tell.
+        """
+        self._take_back()
+        record = HardwareRecord(iterations=(iteration, iteration), rank=rank, figures=figures)
+        append_record(self._file, record)
 
     def flush(self) -> None:
         """Hand everything so far to the operating system, which keeps it when this process is killed."""
@@ -197,6 +211,7 @@ class Log:
         progress: Progress,
         charts: Charts,
         peak_tflops: float | None = None,
+        hardware: HardwareSampler | None = None,
     ):
         """
         Args:
@@ -207,8 +222,10 @@ class Log:
             progress: Where the run begins; the run keeps it up to date.
             charts: Draw scalars.
             peak_tflops: The processor's peak in TFLOP/s, if the table has it.
+            hardware: Samples this rank's hardware; None where nothing does.
         """
         self.plan = plan
+        self._hardware = hardware
         self.metrics = metrics
         self._timeline = timeline
         self._progress = progress
@@ -238,10 +255,20 @@ class Log:
             self._timeline.training_seconds()
             self._unwritten += self.metrics.leftover()
             self._write_steps([*self._timeline.take(), self._timeline.current])
+            self._write_last_samples()
         self._line.wipe()
         self._charts.flush()
         if self._steps_file:
             self._steps_file.close()
+
+    def _write_last_samples(self) -> None:
+        """Write what this rank's hardware did before an error, which may be its own."""
+        if self._hardware is None or self._steps_file is None:
+            return
+        self._hardware.finish()
+        figures = self._hardware.take()
+        if figures is not None and self._progress.iteration:
+            self._steps_file.write_hardware(self._progress.iteration, self.plan.world.rank, figures)
 
     def say(self, text: str) -> None:
         """Print on the last rank."""
@@ -300,7 +327,8 @@ class Log:
         progress = self._progress
         # else no step is over, on no rank
         if self._timeline.detailed and progress.step > 1:
-            ranks = gather(times, progress.started_at, self.metrics.device, self.plan.world.size)
+            samples = None if self._hardware is None else self._hardware.take()
+            ranks = gather(times, progress.started_at, self.metrics.device, self.plan.world.size, samples)
             self._report_ranks(ranks, disturbed=all(one.disturbed for one in times))
         if self.plan.device == "cuda":
             self._report_memory()

@@ -10,6 +10,7 @@ from statistics import fmean, median
 import torch
 import torch.distributed as dist
 
+from megatron_lite.formats.hardware_record import HardwareFigures
 from megatron_lite.formats.step_records import RankInterval, RankNumbers
 from megatron_lite.instruments.step_time import StepTime
 from megatron_lite.phases import Phase
@@ -34,6 +35,7 @@ MEDIANS = {
     "involuntary_switches": ("involuntary_switches", 1),
 }
 OWN = ("steps", "own_backward_ms", "peak_memory_bytes", *MEDIANS)
+HARDWARE = HardwareFigures.__struct_fields__
 OF_PHASE = ("mean_ms", "host_ms", "gpu_ms")
 NOT_KNOWN = math.nan
 # where a rank's own time is known: it waits for no other, or the waiting can be taken off
@@ -70,6 +72,7 @@ class RankFigures:
     cpu_ms: list[float] = field(default_factory=list)
     core_wait_ms: list[float] = field(default_factory=list)
     involuntary_switches: list[float] = field(default_factory=list)
+    hardware: dict[str, list[float]] = field(default_factory=dict)  # figures of HardwareFigures that some rank has
 
     def own_ms(self, name: str) -> list[float]:
         """The ranks' own times of a phase, without waiting for others: the GPU's where it has one, else the host's."""
@@ -92,10 +95,17 @@ class RankFigures:
             cpu_ms=_round_known(self.cpu_ms),
             core_wait_ms=_round_known(self.core_wait_ms),
             involuntary_switches=_round_known(self.involuntary_switches),
+            hardware={name: _shorten(values) for name, values in self.hardware.items()},
         )
 
 
-def gather(times: list[StepTime], started_at: int, device: torch.device, ranks: int) -> RankFigures:
+def gather(
+    times: list[StepTime],
+    started_at: int,
+    device: torch.device,
+    ranks: int,
+    hardware: HardwareFigures | None = None,
+) -> RankFigures:
     """Gather the figures of all ranks. Collective.
 
     Raises nothing for a rank that has no steps to tell of: all its numbers are NaN.
@@ -105,8 +115,9 @@ def gather(times: list[StepTime], started_at: int, device: torch.device, ranks: 
         started_at: The iteration that this run began from.
         device: Where ranks exchange numbers.
         ranks: All ranks.
+        hardware: Samples of this rank's hardware; None without any.
     """
-    rows = [_describe_own(ordinary(times))]
+    rows = [_describe_own(ordinary(times)) + _list_figures(hardware or HardwareFigures())]
     if ranks > 1:
         mine = torch.tensor(rows[0], dtype=torch.float64, device=device)
         of_ranks = [torch.empty_like(mine) for _ in range(ranks)]
@@ -118,6 +129,8 @@ def gather(times: list[StepTime], started_at: int, device: torch.device, ranks: 
     for at, (name, what) in enumerate(itertools.product(PHASES, OF_PHASE), start=len(OWN)):
         if not all(map(math.isnan, columns[at])):
             phases[what][name] = columns[at]
+    of_hardware = dict(zip(HARDWARE, columns[-len(HARDWARE) :]))
+    known = {name: column for name, column in of_hardware.items() if not all(map(math.isnan, column))}
     steps = [t.step for t in times] or [0]
     return RankFigures(
         first=started_at + min(steps),
@@ -134,6 +147,7 @@ def gather(times: list[StepTime], started_at: int, device: torch.device, ranks: 
         cpu_ms=own["cpu_ms"],
         core_wait_ms=own["core_wait_ms"],
         involuntary_switches=own["involuntary_switches"],
+        hardware=known,
     )
 
 
@@ -170,6 +184,21 @@ def _describe_own(times: list[StepTime]) -> list[float]:
             mean = fmean(1000 * t.gpu_phases.get(name, t.phases.get(name, 0.0)) for t in times)
         row += [mean, _take_median(host), _take_median(gpu)]
     return row
+
+
+def _list_figures(hardware: HardwareFigures) -> list[float]:
+    """List figures in the order of HARDWARE, NaN for unknown."""
+    values = [getattr(hardware, name) for name in HARDWARE]
+    return [NOT_KNOWN if value is None else float(value) for value in values]
+
+
+def _shorten(values: list[float]) -> RankNumbers:
+    """Round figures; of limits and counters that stand still, which all ranks have alike, keep one number."""
+    rounded: RankNumbers = []
+    for value in _round_known(values):
+        is_whole = value is not None and value == int(value)
+        rounded.append(int(value) if is_whole and value is not None else value)
+    return rounded[:1] if len(set(rounded)) == 1 else rounded
 
 
 def _round_known(values: list[float], digits: int = 3) -> RankNumbers:

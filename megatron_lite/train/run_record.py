@@ -38,6 +38,7 @@ class RunRecorder:
         parameters: int | None = None,
         peak_tflops: float | None = None,
         prediction: Prediction | None = None,
+        sampled: Hardware | None = None,
     ):
         """Write the record of a run that starts.
 
@@ -47,6 +48,7 @@ class RunRecorder:
             parameters: of the whole model; None for a model of the user's own.
             peak_tflops: of the run's GPU in its precision; None for unknown.
             prediction: of this rank's step; None if nothing was predicted.
+            sampled: limits of the hardware that is sampled beside steps; None if none is.
         """
         self._writes = plan.world.is_last
         self._folder = run_dir
@@ -67,7 +69,7 @@ class RunRecorder:
             sample_flops_full=step_flops(plan.shape, 1, causal=False) if custom is None else None,
             prediction=prediction,
             versions=describe_versions(),
-            hardware=describe_device(plan.world.gpu if plan.device == "cuda" else None, peak_tflops),
+            hardware=describe_device(plan.world.gpu if plan.device == "cuda" else None, peak_tflops, sampled),
             environment=read_environment(),
             artefacts=_list_artefacts(plan),
         )
@@ -197,13 +199,22 @@ def _list_artefacts(plan: Plan) -> dict[str, str]:
     return {name: path for name, path in places.items() if path is not None}
 
 
-def describe_device(gpu: int | None, peak_tflops: float | None = None) -> Hardware:
+def describe_device(gpu: int | None, peak_tflops: float | None = None, sampled: Hardware | None = None) -> Hardware:
     """The hardware that this process uses.
 
     Args:
         gpu: its number; None for the CPU.
         peak_tflops: of the GPU in the run's precision; None for unknown.
+        sampled: limits of the hardware that is sampled beside steps; None if none is.
     """
+    device = _describe_processor(gpu, peak_tflops)
+    if sampled is None:
+        return device
+    return msgspec.structs.replace(device, limits=sampled.limits, mig=sampled.mig, unread=sampled.unread)
+
+
+def _describe_processor(gpu: int | None, peak_tflops: float | None) -> Hardware:
+    """Describe the GPU, or the CPU where gpu is None."""
     cpus = read_machine().cores
     if gpu is None:
         return Hardware(

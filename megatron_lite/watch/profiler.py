@@ -31,6 +31,8 @@ from megatron_lite.formats.file_names import STEPS_FILE
 from megatron_lite.formats.run_record import Process, RunRecord, Updated, Watched
 from megatron_lite.formats.step_records import StepRecord, append_record
 from megatron_lite.instruments.base import Instrument, Instruments, Window
+from megatron_lite.instruments.hardware_sampler import HardwareLines, HardwareSampler, open_sensors
+from megatron_lite.instruments.host_counters import HostCounters
 from megatron_lite.instruments.memory_history import CpuRecorder, CudaRecorder, MemoryHistory, MemoryRecorder
 from megatron_lite.instruments.memory_oom import EXPANDABLE, OutOfMemoryWatch
 from megatron_lite.instruments.snapshot_format import extend_name
@@ -153,6 +155,8 @@ class Profiler:
         self._passes = 0  # of backward, each within a step
         self._steps_by_hand = 0
         self._unwritten: list[StepTime] = []
+        self._hardware: HardwareSampler | None = None  # from the first step on
+        self._hardware_lines: HardwareLines | None = None
 
     def _begin_anew(self) -> None:
         """Forget what the parent process recorded, in a process that was forked from it."""
@@ -554,10 +558,13 @@ class Profiler:
         self._timeline.memory.close()
         # the one of a GPU sets the allocator's peaks back, which the script may read
         self._timeline.memory = MemoryNow(cuda=False)
-        members = self._build_members(cuda, size)
+        self._hardware = HardwareSampler(open_sensors(torch.cuda.current_device() if cuda else None), HostCounters())
+        self._hardware_lines = HardwareLines(self._hardware, self.rank)
+        members = [self._hardware, *self._build_members(cuda, size)]
         self._begin_record(cuda, size)
         instruments = Instruments(members, _tell)
         self._instruments = instruments.__enter__()
+        instruments.resume(0)
         self._begin_step(instruments)
         self._timeline.begin_earlier(self._first_sign)
         self._change_phase(self._named)
@@ -620,7 +627,10 @@ class Profiler:
             process=Process(**identity()),
             command=self._command,
             versions=describe_versions(),
-            hardware=describe_device(torch.cuda.current_device() if cuda else None),
+            hardware=describe_device(
+                torch.cuda.current_device() if cuda else None,
+                sampled=self._hardware.describe() if self._hardware else None,
+            ),
             environment=read_environment(),
             artefacts={"steps": STEPS_FILE},
             watched=self._watched,
@@ -670,6 +680,9 @@ class Profiler:
         with contextlib.suppress(OSError), open(self.folder / STEPS_FILE, "ab") as file:
             for record in records:
                 append_record(file, record)
+            samples = self._hardware_lines.take(self._step, wait) if self._hardware_lines else None
+            if samples is not None:
+                append_record(file, samples)
 
     def _complete_record(self, one: StepTime, wait: bool) -> StepRecord:
         """Build the line of a step in steps.jsonl."""

@@ -41,7 +41,7 @@ OTHER_DEFAULTS = {  # where a default differs from Megatron's: ours, and why
 OF_THIS_TRAINER = """
     --explain-attention --no-exit-on-save-failure --external-dataloader --run-dir --pytorch-profiler-collect-memory
     --pytorch-profiler-collect-flops --profile-modules --memory-history-events --profile-gzip --no-profile-gzip
-    --no-profile-on-demand --no-report --no-step-timeline --mlflow-experiment --torch-compile --torch-compile-backend
+    --no-profile-on-demand --no-report --no-step-timeline --no-hardware-samples --mlflow-experiment --torch-compile --torch-compile-backend
     --model
 """
 VALUES = {

@@ -52,12 +52,15 @@ def test_every_field_of_a_step_is_read_again(tmp_path):
 
 
 def test_every_list_of_an_interval_is_read_again(tmp_path):
-    ranks = write(tmp_path / "steps.jsonl", STEP, RanksRecord(ranks=INTERVAL)).read_ranks()
+    lines = write(tmp_path / "steps.jsonl", STEP, RanksRecord(ranks=INTERVAL))
+    ranks = lines.read_ranks()
     assert (ranks.first[0], ranks.last[0]) == INTERVAL.iterations
-    for name in set(INTERVAL.__struct_fields__) - {"iterations", "phases_ms", "gpu_phases_ms"}:
+    for name in set(INTERVAL.__struct_fields__) - {"iterations", "phases_ms", "gpu_phases_ms", "hardware"}:
         assert getattr(ranks, name)[0].tolist() == getattr(INTERVAL, name), name
     for phases in (ranks.phases_ms, ranks.gpu_phases_ms):
         assert math.isnan(phases["forward"][0, 1])
+    hardware = lines.read_hardware()
+    assert {name: hardware.get(name).tolist() for name in INTERVAL.hardware} == INTERVAL.hardware
 
 
 @pytest.mark.parametrize(

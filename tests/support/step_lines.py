@@ -1,5 +1,6 @@
 """Lines of steps.jsonl with every field."""
 
+from megatron_lite.formats.hardware_record import HardwareFigures
 from megatron_lite.formats.step_records import RankInterval, StepRecord
 
 STEP = StepRecord(
@@ -44,4 +45,5 @@ INTERVAL = RankInterval(
     cpu_ms=[13.0, 14.0],
     core_wait_ms=[0.125, 0.25],
     involuntary_switches=[2.0, 3.0],
+    hardware={name: [1.0, 2.0] for name in HardwareFigures.__struct_fields__} | {"idle": [0.0, 0.5]},
 )

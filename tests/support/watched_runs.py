@@ -7,4 +7,5 @@ PHASES = {"data", "forward", "backward", "optimizer_step"}
 
 
 def read_steps(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == "step"]

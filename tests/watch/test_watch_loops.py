@@ -22,7 +22,8 @@ STEPS = 12
 
 
 def read_steps(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == "step"]
 
 
 def backward(model, batches=1):

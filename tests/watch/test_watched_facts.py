@@ -35,7 +35,8 @@ def watch_loop(folder, limits=(0.01,), loader=None):
 
 
 def read_lines(folder):
-    return [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == "step"]
 
 
 def read_watched(folder) -> dict:

@@ -67,6 +67,7 @@ def read_run(folder: Path, lines: StepLines | None = None) -> Run:
         notes=(*notes, *missing),
         verdict_on_ranks=_read_verdict(folder / RANKS_FILE, record),
         ranks=ranks,
+        hardware=lines.read_hardware(),
         growths=find_growths(steps, ranks, "host_memory_bytes"),
         gpu_growths=find_growths(steps, ranks, "peak_memory_bytes"),
         **speed,

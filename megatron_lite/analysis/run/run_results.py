@@ -13,10 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_lite.analysis.intervals import Flags, Numbers
+from megatron_lite.analysis.run.hardware import RanksHardware
 from megatron_lite.formats.run_record import PlanRecord, RunRecord, WorldRecord
 from megatron_lite.phases import Phase
 from megatron_lite.thresholds import rank_without_core
 
+WITHOUT_HARDWARE = RanksHardware()
 RECOVERED = 0.5  # of what the window's steps took more: a smaller rest may be noise
 
 
@@ -179,6 +181,7 @@ class Run(Steps):
     growths: tuple[CounterGrowth, ...] = ()  # of host memory, by rank
     gpu_growths: tuple[CounterGrowth, ...] = ()  # of the most that tensors took, by rank
     verdict_on_ranks: str = ""  # which rank died, hung or failed, as the others found out (ranks.json)
+    hardware: RanksHardware = WITHOUT_HARDWARE  # clocks, temperatures and errors of all ranks, as far as sampled
     starts: int = 1  # how often the folder's run was started; all else is of the last one
 
     @property

@@ -21,8 +21,16 @@ from msgspec import UNSET
 from numpy.typing import NDArray
 
 from megatron_lite.analysis.intervals import Numbers
+from megatron_lite.analysis.run.hardware import HardwareTally, RanksHardware
 from megatron_lite.analysis.run.run_results import PhaseTimes, RankLines, Steps
-from megatron_lite.formats.step_records import RankInterval, RankNumbers, RanksRecord, RoutingRecord, StepRecord
+from megatron_lite.formats.step_records import (
+    HardwareRecord,
+    RankInterval,
+    RankNumbers,
+    RanksRecord,
+    RoutingRecord,
+    StepRecord,
+)
 from megatron_lite.phases import Phase
 from megatron_lite.shared_files import open_foreign
 
@@ -31,12 +39,21 @@ NOT_GIVEN = -math.inf  # of a loss: null stands for one that is NaN or Inf
 LINES_PER_BATCH = 500  # lines that are read before their numbers are moved into columns
 MAX_KEPT_RANK_NUMBERS = 2**18  # of console lines that are kept; of longer runs evenly chosen lines
 MIN_RANK_LINES = 32  # that are kept of any number of ranks before some are left out
+
+MAX_RANKS_ALONE = 2**16  # whose hardware a line of its own may tell of: a damaged number takes no room
 RECENT = 8  # console lines, as many as the trainer asks before it names a slow rank
 
 Ranks = RanksRecord[msgspec.Raw]  # an interval is read where it is wanted
 TYPES = {field.name: field.type for field in msgspec.structs.fields(StepRecord)}
 # lists with a number per rank, beside those of phases
-LISTS_OF_INTERVAL = len(set(RankInterval.__struct_fields__) - {"iterations", "phases_ms", "gpu_phases_ms"})
+LISTS_OF_INTERVAL = len(set(RankInterval.__struct_fields__) - {"iterations", "phases_ms", "gpu_phases_ms", "hardware"})
+
+
+class HardwareOfLine(msgspec.Struct):
+    """The part of a console line that is read of each, also of those that are not kept."""
+
+    step_ms: RankNumbers
+    hardware: dict[str, RankNumbers] = {}
 
 
 class Columns:
@@ -194,6 +211,7 @@ class StepLines:
         self.every = 1  # each `every`-th of them is kept
         self._ranks: list[RankInterval] = []
         self._recent: deque[bytes] = deque(maxlen=RECENT)
+        self._hardware = HardwareTally()
 
     def read(self) -> bool:
         """Read what the file has more than the last time; False for nothing. OSError as open raises it.
@@ -224,13 +242,13 @@ class StepLines:
 
     def _read_lines(self, file: BinaryIO) -> None:
         """Read on from where reading has stopped, to the end of the file or a line that is not complete."""
-        decode = msgspec.json.Decoder(StepRecord | Ranks).decode
+        decode = msgspec.json.Decoder(StepRecord | Ranks | HardwareRecord).decode
         pending: list[StepRecord] = []
         cursor = _Cursor(self._here)
         file.seek(cursor.offset)
         self.cut = False
         for text in file:
-            line: StepRecord | Ranks | None
+            line: StepRecord | Ranks | HardwareRecord | None
             try:
                 line = decode(text)
             except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -251,7 +269,9 @@ class StepLines:
                 cursor.pass_line(text)
                 continue
             cursor.pass_line(text)
-            if line is not None and self._add_ranks(bytes(line.ranks)):
+            if isinstance(line, HardwareRecord):
+                self._add_hardware(line)
+            elif line is not None and self._add_ranks(bytes(line.ranks)):
                 self._settled = cursor.build_end(len(self._iterations) + len(pending))
             elif text.strip():
                 self.unread.append(cursor.lines)
@@ -295,7 +315,15 @@ class StepLines:
             self._keep_ranks(line)
         self.rank_lines += 1
         self._recent.append(text)
+        found = _decode_hardware(text)
+        if found is not None:
+            self._hardware.add_line(found.hardware, len(found.step_ms))
         return True
+
+    def _add_hardware(self, record: HardwareRecord) -> None:
+        """Take samples of one rank."""
+        if record.rank < MAX_RANKS_ALONE:
+            self._hardware.add_record(record.rank, record.figures)
 
     def _keep_ranks(self, line: RankInterval) -> None:
         """Keep a console line, and only every second of those before where they become too many."""
@@ -343,6 +371,17 @@ class StepLines:
             ordinary=undisturbed & ~evaluating & ~saving,
             **columns,
         )
+
+    def read_hardware(self, recent: bool = False) -> RanksHardware:
+        """Add up what the ranks' hardware did over all lines, or in the last few if `recent`."""
+        if not recent:
+            return self._hardware.build()
+        tally = HardwareTally()
+        for text in self._recent:
+            found = _decode_hardware(text)
+            if found is not None:
+                tally.add_line(found.hardware, len(found.step_ms))
+        return tally.build()
 
     def read_ranks(self, recent: bool = False) -> RankLines | None:
         """The console lines' tables, those of the last few if `recent`; None without any."""
@@ -427,6 +466,14 @@ def _decode_ranks(text: bytes) -> RankInterval | None:
     with suppress(msgspec.MsgspecError, RecursionError):
         line = msgspec.json.decode(text, type=RankInterval)
         return line if line.step_ms else None
+    return None
+
+
+def _decode_hardware(text: bytes) -> HardwareOfLine | None:
+    """Decode what a console line tells of the ranks' hardware; None for nothing, and for wrong types."""
+    with suppress(msgspec.MsgspecError, RecursionError):
+        line = msgspec.json.decode(text, type=HardwareOfLine)
+        return line if line.hardware and line.step_ms else None
     return None
 
 

@@ -1,0 +1,175 @@
+"""Clocks, temperatures and errors of every rank's hardware over a run, added up from the lines of steps.jsonl."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_lite.analysis.intervals import Numbers
+from megatron_lite.formats.hardware_record import ClockLimit, HardwareFigures
+from megatron_lite.formats.step_records import RankNumbers
+
+FIGURES = frozenset(HardwareFigures.__struct_fields__)
+# of samples in which the GPU was not idle
+AT_WORK = frozenset(("sm_clock_mhz", "memory_clock_mhz", "slowed", "power_capped"))
+EVENTS = frozenset(
+    (
+        "ecc_corrected",
+        "ecc_uncorrected",
+        "remapped_rows",
+        "nvlink_errors",
+        "pcie_replays",
+        "xids",
+        "cpu_slowdowns",
+        "swapped_bytes",
+    )
+)
+LOWEST = frozenset(("min_sm_clock_mhz", "pcie_width"))
+HIGHEST = frozenset(("temperature_c", "repair", "lost"))
+NEWEST = frozenset(("max_sm_clock_mhz", "power_limit_w", "slowdown_c", "max_pcie_width", "max_cpu_mhz", "last_xid"))
+LIMITS = "clock_limits"
+SAMPLES = "samples"
+
+
+@dataclass(frozen=True)
+class RanksHardware:
+    """Figures of HardwareFigures over a run: means over samples, sums of events, extremes. NaN for unknown."""
+
+    ranks: int = 0
+    figures: Mapping[str, Numbers] = field(default_factory=dict)  # [rank] by name, those that some rank has
+
+    def get(self, name: str) -> Numbers:
+        """Numbers of all ranks, NaN for a rank that has none."""
+        if name not in FIGURES:
+            raise KeyError(name)
+        return self.figures.get(name, np.full(self.ranks, math.nan))
+
+    def get_one(self, name: str, rank: int) -> float | None:
+        """Number of one rank; None where it is not known."""
+        value = float(self.get(name)[rank]) if rank < self.ranks else math.nan
+        return None if math.isnan(value) else value
+
+    def get_limits(self, rank: int) -> ClockLimit:
+        """Get what held the rank's clock down in any sample; nothing where it is not known."""
+        return ClockLimit(int(self.get_one(LIMITS, rank) or 0))
+
+    @property
+    def has_gpu(self) -> bool:
+        """Whether a rank's GPU told its clock or what limits it."""
+        return "sm_clock_mhz" in self.figures or LIMITS in self.figures
+
+
+Merge = Callable[[Numbers, Numbers], Numbers]
+
+
+def _take_newest(before: Numbers, values: Numbers) -> Numbers:
+    """The later ones of two rows of numbers."""
+    return values
+
+
+def _join_bits(before: Numbers, values: Numbers) -> Numbers:
+    """Every bit that is set in one of two rows of whole numbers."""
+    joined: Numbers = (before.astype(np.int64) | values.astype(np.int64)).astype(float)
+    return joined
+
+
+# how two numbers of a rank become one; those of other names are means over samples
+MERGES: dict[str, Merge] = {
+    SAMPLES: np.add,
+    LIMITS: _join_bits,
+    **dict.fromkeys(EVENTS, np.add),
+    **dict.fromkeys(LOWEST, np.minimum),
+    **dict.fromkeys(HIGHEST, np.maximum),
+    **dict.fromkeys(NEWEST, _take_newest),
+}
+
+
+class HardwareTally:
+    """Adds up what lines tell of the ranks' hardware, each line once."""
+
+    def __init__(self) -> None:
+        self._ranks = 0
+        self._merged: dict[str, Numbers] = {}
+        self._sums: dict[str, Numbers] = {}
+        self._weights: dict[str, Numbers] = {}
+
+    def add_line(self, of_ranks: Mapping[str, RankNumbers], ranks: int) -> None:
+        """Add a line of all ranks.
+
+        Args:
+            of_ranks: by figure a number for each rank, or one for all of them.
+            ranks: how many there are.
+        """
+        if ranks != self._ranks:
+            # ranks of another number are others
+            self._forget(ranks)
+        table: dict[str, Numbers] = {}
+        for name, numbers in of_ranks.items():
+            if name in FIGURES and len(numbers) in (1, ranks):
+                values = np.array(numbers, float)
+                table[name] = np.broadcast_to(values, ranks)
+        self._add(table)
+
+    def add_record(self, rank: int, figures: HardwareFigures) -> None:
+        """Add samples of one rank."""
+        if rank >= self._ranks:
+            self._forget(rank + 1)
+        table: dict[str, Numbers] = {}
+        for name in FIGURES:
+            value = getattr(figures, name)
+            if value is not None:
+                table[name] = np.full(self._ranks, math.nan)
+                table[name][rank] = value
+        self._add(table)
+
+    def build(self) -> RanksHardware:
+        """Make the run's figures of what was added."""
+        figures = {name: values.copy() for name, values in self._merged.items()}
+        for name, sums in self._sums.items():
+            weights = self._weights[name]
+            means = np.full(self._ranks, math.nan)
+            np.divide(sums, weights, out=means, where=weights > 0)
+            figures[name] = means
+        known = {name: values for name, values in figures.items() if not np.isnan(values).all()}
+        return RanksHardware(self._ranks, known)
+
+    def _forget(self, ranks: int) -> None:
+        """Begin anew with so many ranks."""
+        self._ranks = ranks
+        self._merged.clear()
+        self._sums.clear()
+        self._weights.clear()
+
+    def _add(self, table: Mapping[str, Numbers]) -> None:
+        """Add a row of numbers of each figure, a number for each rank; NaN for unknown."""
+        if SAMPLES not in table:
+            return
+        samples = np.nan_to_num(table[SAMPLES])
+        at_work = samples
+        if "idle" in table:
+            at_work = samples * (1 - np.nan_to_num(table["idle"]))
+        for name, values in table.items():
+            merge = MERGES.get(name)
+            if merge is not None:
+                self._merge(name, values, merge)
+            elif name in AT_WORK:
+                self._add_to_mean(name, values, at_work)
+            else:
+                self._add_to_mean(name, values, samples)
+
+    def _merge(self, name: str, values: Numbers, merge: Merge) -> None:
+        """Merge known numbers with those before; where one is unknown, the other one stays."""
+        before = self._merged.setdefault(name, np.full(self._ranks, math.nan))
+        is_new = np.isnan(before)
+        both = ~is_new & ~np.isnan(values)
+        before[both] = merge(before[both], values[both])
+        before[is_new] = values[is_new]
+
+    def _add_to_mean(self, name: str, values: Numbers, weights: Numbers) -> None:
+        """Add known numbers to what becomes their mean."""
+        is_known = ~np.isnan(values) & (weights > 0)
+        sums = self._sums.setdefault(name, np.zeros(self._ranks))
+        all_weights = self._weights.setdefault(name, np.zeros(self._ranks))
+        sums[is_known] += values[is_known] * weights[is_known]
+        all_weights[is_known] += weights[is_known]
