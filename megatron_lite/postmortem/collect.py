@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_lite.errors import UserError, describe_io_error
+from megatron_lite.postmortem.elastic_errors import is_error_file, read_error_file
 from megatron_lite.postmortem.evidence import JobEvidence
 from megatron_lite.postmortem.flight_recordings import is_flight_recording, read_flight_recordings
+from megatron_lite.postmortem.process_stacks import is_stack_file, read_stack_file
 from megatron_lite.postmortem.run_records import (
     is_ranks_file,
     is_run_file,
@@ -46,6 +48,8 @@ class EvidenceReader:
 # the first that recognizes a file reads it; those that are surest come first
 EVIDENCE_READERS: tuple[EvidenceReader, ...] = (
     EvidenceReader("flight recordings", is_flight_recording, read_flight_recordings),
+    EvidenceReader("dumps of stacks", is_stack_file, read_stack_file),
+    EvidenceReader("error files", is_error_file, read_error_file),
     EvidenceReader("records of ranks", is_ranks_file, read_ranks_file),
     EvidenceReader("records of runs", is_run_file, read_run_file),
     EvidenceReader("records of steps", is_steps_file, read_steps_file),
