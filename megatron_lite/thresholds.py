@@ -21,6 +21,11 @@ GROWN_BYTES = 16 * 2**20
 GROWTH_PARTS = 4  # of the time seen, each of which must hold more than the one before: warming up is no growth
 MIN_GROWTH_STEPS = 3 * GROWTH_PARTS  # of a run, from which its memory can be said to grow or not
 MIN_PART = 0.1  # of the growth from one part to the next; a leak has a third in each, a jump all in one
+MIN_SLOWED_SHARE = 0.10  # of the samples in which a GPU works, from which on its board or driver slows it down
+# of the highest clock, or of the other ranks': boards reach more where nothing holds them
+LOW_CLOCK = 0.95
+MIN_QUOTA_SHARE = 0.10  # of the periods of a CPU quota, in which it is used up
+MIN_STOLEN = 0.05  # of the machine's CPU time, that other virtual machines take
 WITHOUT_CORE = 0.10  # of a step, in which a rank that is ready has no core: figures of time then tell of the machine
 SWITCHES_PER_CPU_SECOND = 100.0  # involuntary ones; a scheduler that shares a core switches every 3 to 6 ms
 

@@ -14,6 +14,7 @@ from megatron_lite.analysis.contradictions import (
 from megatron_lite.analysis.core_use import PROFILED, CoreShortage
 from megatron_lite.analysis.findings.base import Finding
 from megatron_lite.analysis.findings.step_length_rules import doubt_window
+from megatron_lite.analysis.gpu_clocks import GpuClock, find_slowed_gpus
 from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.analysis.memory.memory_results import Held, Snapshot
 from megatron_lite.analysis.rank_facts import RankFacts
@@ -113,6 +114,9 @@ def _list_first_matters(facts: Facts) -> list[str]:
         ended = ENDED_EARLY.get(run.status.partition(":")[0])
         if ended:
             matters.append(f"The run {ended} after {counted(run.steps, 'step')}")
+        slowed = find_slowed_gpus(facts.ranks_hardware)
+        if slowed:
+            matters.append(_describe_slowed_gpu(slowed))
         if facts.core_shortage:
             matters.append(_describe_shortage(facts.core_shortage))
     return [matter for matter in matters if matter]
@@ -126,6 +130,15 @@ def _advise_watching(run: Run | None) -> str:
     first = max(2, min(DEFAULT_FIRST, steps - DEFAULT_STEPS + 1))
     last = min(first + DEFAULT_STEPS - 1, steps)
     return f"The run had {steps:,} steps: try `megatron-lite watch --steps {first}:{last + 1}`"
+
+
+def _describe_slowed_gpu(found: Sequence[GpuClock]) -> str:
+    """Write whose GPU is slowed down most, and how many others are."""
+    first = found[0]
+    text = f"Rank {first.rank}'s GPU {first.describe()}"
+    if len(found) > 1:
+        text += f"; {counted(len(found) - 1, 'other GPU')} slowed down, too"
+    return text
 
 
 def _describe_shortage(found: CoreShortage) -> str:

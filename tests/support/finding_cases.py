@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_lite.config.world import World
+from megatron_lite.formats.hardware_record import ClockLimit
 from megatron_lite.formats.run_record import Prediction
 from megatron_lite.planner.categories import predict_categories
 from support.command_lines import plan as resolved_plan
@@ -45,6 +46,8 @@ EP2 = {
     },
     "plan": {"layout": {"tensor": 1, "context": 1, "data": 2, "pipeline": 1, "expert": 2, "expert_tensor": 1}},
 }
+HOT = int(ClockLimit.HW_SLOWDOWN | ClockLimit.HW_THERMAL)
+CAPPED = int(ClockLimit.SW_POWER_CAP)
 ONE_CONNECTION = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 THIN = [[2048, 4096], [4096, 16384]]  # 0.28 ms at the peak
 
@@ -68,6 +71,12 @@ def pipeline_run(micro_batches: int, waits_ms: list[float], forward_ms: tuple[fl
     for line in lines:
         line["phases_ms"] = line["phases_ms"] | {"pipeline_wait": waits_ms}
     return recorded(ranks=lines, world=stages, batch=4 * micro_batches, plan=plan)
+
+
+def sampled(forward_ms=(3.0, 3.0), **figures):
+    """A run of two ranks whose hardware was sampled 20 times per console line."""
+    hardware = {"samples": [20], "idle": [0], "max_sm_clock_mhz": [1980]} | figures
+    return recorded(ranks=rank_lines(list(forward_ms), hardware=hardware))
 
 
 @prepared
@@ -789,6 +798,38 @@ CASES = {
         recorded(steps=ordinary_steps(grad_norm=lambda index: 40.0 if index < 10 else 3.0), clip_grad=1.0),
     ),
     "unused-parameters": (on_cpu(change=searches_for_unused), on_cpu(change=looks_ahead)),
+    "gpu-slowed": (
+        sampled(sm_clock_mhz=[1980, 1095], slowed=[0, 0.9], clock_limits=[0, HOT]),
+        # a GPU that waits: its low clock is of no sample in which it works
+        sampled(sm_clock_mhz=[1980, 1975], slowed=[0], clock_limits=[0, 1], idle=[0, 0.8]),
+    ),
+    "gpu-low-clock": (
+        sampled(sm_clock_mhz=[1980, 1410], power_capped=[0, 1], clock_limits=[0, CAPPED], power_limit_w=[700, 500]),
+        # a power limit at full load
+        sampled(sm_clock_mhz=[1755, 1740], power_capped=[1], clock_limits=[CAPPED]),
+    ),
+    "gpu-errors": (
+        sampled(sm_clock_mhz=[1980], ecc_uncorrected=[0, 2], xids=[0, 1], last_xid=[None, 48]),
+        sampled(sm_clock_mhz=[1980], ecc_uncorrected=[0], ecc_corrected=[0, 4], xids=[0]),
+    ),
+    "gpu-wear": (
+        sampled(remapped_rows=[0, 1], repair=[0, 1]),
+        sampled(remapped_rows=[0], repair=[0], nvlink_errors=[0]),
+    ),
+    "narrow-pcie": (
+        sampled(pcie_width=[16, 8], max_pcie_width=[16]),
+        sampled(pcie_width=[16, 8], max_pcie_width=[16, 8]),
+    ),
+    "cpu-quota": (sampled(quota_used_up=[0.02, 0.63]), sampled(quota_used_up=[0.02, 0.08])),
+    "stolen-time": (sampled(stolen=[0.12]), sampled(stolen=[0.03])),
+    "host-memory-pressure": (
+        sampled(memory_pressure=[0.31], swapped_bytes=[2**33]),
+        sampled(memory_pressure=[0.0], swapped_bytes=[2**33]),
+    ),
+    "hot-cpu": (
+        sampled(cpu_slowdowns=[400], cpu_mhz=[1200], max_cpu_mhz=[3800]),
+        sampled(cpu_slowdowns=[400], cpu_mhz=[2900], max_cpu_mhz=[3800]),
+    ),
     "too-many-threads": tuple(recorded(device="cpu", hardware={"threads": n, "cpus": 8}) for n in (8, 4)),
     "overflow-storm": (
         recorded(steps=ordinary_steps(skipped=every(6, True, False)), precision="fp16"),
@@ -867,6 +908,15 @@ MORE_TRIGGERS = [
     ("small-buckets", both(gloo_after_backward(25), recorded(device="cpu", parameters=4_000_000))),
     ("starved-loader", recorded(steps=ordinary_steps(phase_data=3.0))),
     ("straggler", recorded(ranks=rank_lines([3.0, 3.0, 5.0, 3.0]), world=4)),
+    ("gpu-slowed", sampled(clock_limits=[0, HOT], slowed=[0, 0.9])),  # a driver that tells no clock
+    ("gpu-slowed", sampled(sm_clock_mhz=[1095], clock_limits=[HOT], slowed=[0.9])),  # all of them
+    ("gpu-low-clock", sampled(sm_clock_mhz=[1410], clock_limits=[int(ClockLimit.APPLICATION_CLOCKS)])),
+    ("gpu-low-clock", sampled(sm_clock_mhz=[1000], power_capped=[1], clock_limits=[CAPPED])),
+    ("gpu-low-clock", sampled(sm_clock_mhz=[1980, 1500], clock_limits=[0])),
+    ("gpu-errors", sampled(clock_limits=[0], lost=[None, 1])),
+    ("gpu-errors", sampled(xids=[0, 1], last_xid=[None, 31])),
+    ("gpu-wear", sampled(nvlink_errors=[0, 9])),
+    ("host-memory-pressure", sampled(memory_pressure=[0.02], swapped_bytes=[2**33])),
     ("recompilation", on_cpu(change=compiles)),
     ("unfused-optimizer", on_cpu(optimizer=("aten::_foreach_lerp_", "aten::_foreach_addcdiv_"))),
     ("fp32-products", both(on_cpu(dtype="float"), recorded(device="cpu", precision="fp32"))),
@@ -890,6 +940,13 @@ MORE_NEAR_MISSES = [
     ("pipeline-bubble", pipeline_run(16, [0.9, 0.9, 0.9, 0.9], splits_backward=True)),
     ("busy-machine", recorded(ranks=rank_lines([3.0, 3.0]))),
     ("busy-machine", recorded(ranks=rank_lines([3.0, 3.0], **cores([None, None], [0, 0])))),
+    ("gpu-slowed", sampled(sm_clock_mhz=[1980, 1095], slowed=[0, 0.04], clock_limits=[0, HOT])),  # for a moment
+    ("gpu-slowed", sampled(sm_clock_mhz=[1980, 1930], slowed=[0, 0.4], clock_limits=[0, HOT])),  # without effect
+    ("gpu-slowed", sampled(sm_clock_mhz=[1980, 345], slowed=[0], clock_limits=[0])),
+    ("gpu-slowed", sampled(idle=[0.98], sm_clock_mhz=[1980, 1095], slowed=[0, 1], clock_limits=[0, HOT])),
+    ("gpu-low-clock", sampled(sm_clock_mhz=[1980, 1095], slowed=[0, 0.9], clock_limits=[0, HOT])),  # gpu-slowed has it
+    ("gpu-low-clock", sampled(sm_clock_mhz=[1300], power_capped=[0.2], clock_limits=[CAPPED])),
+    ("hot-cpu", sampled(cpu_slowdowns=[4], cpu_mhz=[1200], max_cpu_mhz=[3800])),
     ("straggler", recorded(ranks=BUSY)),  # 3.0 ms later, and 3.5 without a core
     ("profiler-overhead", recorded(steps=profiled_steps(13.0), ranks=BUSY)),
     ("overflow-storm", recorded(steps=ordinary_steps(skipped=lambda index: index < 39), precision="fp16")),

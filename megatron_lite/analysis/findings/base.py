@@ -26,6 +26,7 @@ class Recording:
     STACKS = "a trace with stacks: --use-pytorch-profiler --pytorch-profiler-collect-callstack"
     SNAPSHOT = "a memory snapshot over three steps or more: --record-memory-history"
     RUN_FOLDER = "the run's own record (run.json, steps.jsonl): the folder of --run-dir"
+    HARDWARE = "clocks and errors of the GPUs beside steps: pip install nvidia-ml-py"
     LONGER_RUN = "a longer run: --train-iters"
     EVERY_RANK = "a trace of every rank: --profile-ranks -1"
     SECOND_RUN = "a second run to compare with: --against OTHER_RUN"

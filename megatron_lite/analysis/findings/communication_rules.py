@@ -20,6 +20,7 @@ from megatron_lite.analysis.findings.base import (
     saw,
     saw_nothing,
 )
+from megatron_lite.analysis.gpu_clocks import describe_slow_gpu
 from megatron_lite.analysis.intervals import Flags, Integers, Numbers
 from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.ranks.calls import collective_bytes
@@ -28,7 +29,7 @@ from megatron_lite.analysis.ranks.from_run import find_straggler_by_medians
 from megatron_lite.analysis.ranks.process_groups import is_fully_sharded
 from megatron_lite.analysis.ranks.rank_results import RankComparison, Straggler
 from megatron_lite.analysis.run_facts import TIGHT, Facts
-from megatron_lite.formats.file_names import RUN_FILE
+from megatron_lite.formats.file_names import RUN_FILE, STEPS_FILE
 from megatron_lite.phases import Phase
 from megatron_lite.units import counted, significant, size
 from megatron_lite.variables import MORE_QUEUES, QUEUES, has_needless_order
@@ -393,6 +394,7 @@ def _reduces_before_last(counts: Integers, is_last: Flags) -> bool:
     return bool(counts[~is_last].mean() >= AS_MANY * counts[is_last].mean())
 
 
+THROTTLED = "its GPU runs below the others' clock: check its cooling, power and clock settings"
 CAUSES = {
     "compute": "it computes longer: look for a throttled or shared GPU (or cores), or more work on this rank",
     "data_wait": "it waits for its data: its loader, disk or --num-workers",
@@ -410,7 +412,8 @@ def find_straggler(facts: Facts) -> Finding | Observation:
     Measured: from the collectives of all ranks' traces, matched in order: who starts last, and how much later than the
         median; the cause is the part of its time (computing, data, host, copies) that covers at least 80% of the lag.
         Where traces of several ranks show none, or there are none: every rank's median time over the whole run, in
-        phases where none waits for another; and whether the profiled steps agree.
+        phases where none waits for another; and whether the profiled steps agree. Where clocks were sampled, whether
+        its GPU ran below the others' clock, and why.
     Cost: the others' wait per step.
     Do: look at the cause. Computing: a hot or throttled GPU, another process on it, an unequal share of work; data: its
         loader or disk; host: another job on its cores, garbage collection. Swap the node and see whether the number
@@ -421,7 +424,7 @@ def find_straggler(facts: Facts) -> Finding | Observation:
         rank's cores: without a record of what each rank got of them the finding is likely at most, unless the GPU
         itself computes longer.
     """
-    found, step_ms = _find_latest_rank(facts)
+    found, step_ms = find_latest_rank(facts)
     if found is None or found.caused_wait_ms < MATTERS * step_ms:
         return look_at_ranks(facts)
     flags = _choose_recording(facts)
@@ -431,15 +434,19 @@ def find_straggler(facts: Facts) -> Finding | Observation:
     ]
     if found.alike:
         evidence.append(Evidence(_describe_alike(found.alike)))
+    slow_gpu = describe_slow_gpu(facts.ranks_hardware, found.rank)
+    if slow_gpu and found.cause == "compute":
+        evidence.insert(1, Evidence(slow_gpu, STEPS_FILE))
     doubt = facts.doubt_straggler(found)
     if doubt:
         evidence.append(Evidence(doubt))
-    advice = f"rank {found.rank}: {_advise_on_cause(found, flags)}"
+    cause = THROTTLED if slow_gpu and found.cause == "compute" else _advise_on_cause(found, flags)
+    advice = f"rank {found.rank}: {cause}"
     is_certain = bool(found.cause) and found.share_last is not None and not doubt
     return build_time_finding(found.caused_wait_ms, evidence, advice, flags, is_certain, found.rank)
 
 
-def _find_latest_rank(facts: Facts) -> tuple[Straggler | None, float]:
+def find_latest_rank(facts: Facts) -> tuple[Straggler | None, float]:
     """Find the rank that the others wait for, by the traces, else by every rank's own times.
 
     Returns:

@@ -29,7 +29,7 @@ from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.formats.file_names import RUN_FILE, STEPS_FILE
 from megatron_lite.formats.run_record import Settings
-from megatron_lite.thresholds import is_by_chance
+from megatron_lite.thresholds import MIN_QUOTA_SHARE, MIN_STOLEN, is_by_chance
 from megatron_lite.units import counted
 from megatron_lite.variables import THREADS, fitting_threads
 
@@ -403,6 +403,7 @@ def find_busy_machine(facts: Facts) -> Finding | Observation:
     if found is None:
         return _look_at_cores(facts)
     told = list(_describe_shortage(facts.run, found))
+    told[1:1] = _describe_host(facts, found.rank)
     if facts.run is not None:
         told += _describe_other_steps(facts.run, found)
     remedy = _advise_on_cores(facts)
@@ -428,6 +429,16 @@ def _describe_shortage(run: Run | None, found: CoreShortage) -> Iterator[str]:
         got = f"rank {found.rank} gets {in_ms(found.cpu_ms)} of CPU time in {step}"
         lost = found.switches
         yield got if lost is None else f"{got}, and loses a core {counted(round(lost), 'time')}"
+
+
+def _describe_host(facts: Facts, rank: int) -> Iterator[str]:
+    """Describe what of the machine is known to take cores from a rank: a quota, and other virtual machines."""
+    used_up = facts.ranks_hardware.get_one("quota_used_up", rank) or 0.0
+    if used_up >= MIN_QUOTA_SHARE:
+        yield f"the CPU quota of its container was used up in {used_up:.0%} of its periods (cpu-quota)"
+    stolen = facts.ranks_hardware.get_one("stolen", rank) or 0.0
+    if stolen >= MIN_STOLEN:
+        yield f"other virtual machines took {stolen:.0%} of the machine's CPU time (stolen-time)"
 
 
 def _list_waiting_shares(run: Run) -> str:

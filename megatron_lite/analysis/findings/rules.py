@@ -10,6 +10,7 @@ from megatron_lite.analysis.findings import (
     debug_rules,
     expert_rules,
     exposed_rules,
+    hardware_rules,
     host_cause_rules,
     host_rules,
     imbalance_rules,
@@ -41,6 +42,7 @@ MODULES = (
     expert_rules,
     exposed_rules,
     pipeline_rules,
+    hardware_rules,
     machine_rules,
     step_length_rules,
     debug_rules,
@@ -52,7 +54,13 @@ PAGE_WIDTH = 100
 MIN_COST_MS = 0.005  # per step; less is printed as 0.00 ms
 OF_RECORDING = ("--pytorch-profiler-", "--profile-ranks", "--record-")  # flags that change no run, but show more of it
 # the run fails or computes something wrong: what its steps cost comes second
-BEFORE_COSTS = (memory_rules.find_out_of_memory.code, imbalance_rules.find_collective_order.code)
+BEFORE_COSTS = (
+    memory_rules.find_out_of_memory.code,
+    imbalance_rules.find_collective_order.code,
+    hardware_rules.find_gpu_errors.code,
+)
+# a GPU that is slowed down explains what its rank does, and all others do
+OF_CLOCKS = (hardware_rules.find_slowed_gpu.code,)
 # what takes the cores stands before what the run does with them; of equal cost what the user can change comes first
 OF_CORES = (machine_rules.find_too_many_threads.code, machine_rules.find_busy_machine.code)
 REPORT_BUG = "please report this: it is a bug in megatron_lite"
@@ -123,14 +131,16 @@ def _rounds_to_nothing(one: Finding) -> bool:
 
 
 def _rate(one: Finding, steps: int) -> tuple[int, float, int]:
-    """Where a finding stands: what ended the run or makes its results wrong comes first; then other jobs on the
-    machine, which make every other cost what it is."""
+    """Where a finding stands: what ended the run or makes its results wrong comes first; then hardware that is slowed
+    down, and other jobs on the machine, which make every other cost what it is."""
     cost_ms = one.cost_ms if one.once_ms is None else one.once_ms / steps
-    order = 2
+    order = 3
     if one.code in BEFORE_COSTS and one.certain:
         order = 0
-    elif one.code in OF_CORES and one.cost_ms is not None:
+    elif one.code in OF_CLOCKS:
         order = 1
+    elif one.code in OF_CORES and one.cost_ms is not None:
+        order = 2
     return order, -(cost_ms or 0.0), -(one.cost_bytes or 0)
 
 

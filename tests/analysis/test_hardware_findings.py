@@ -1,0 +1,108 @@
+"""What reports say of hardware that is slowed down, beside what ranks and hosts do."""
+
+import json
+
+import pytest
+from support.finding_cases import CAPPED, HOT, recorded, sampled
+from support.paths import REPO
+from support.training_maker import rank_lines
+
+from megatron_lite.analysis.analyze import analyze
+from megatron_lite.formats.hardware_record import ClockLimit, name_limits
+
+LATE = (3.0, 9.0)
+SLOW = {"sm_clock_mhz": [1980, 1095], "slowed": [0, 0.9], "clock_limits": [0, HOT]}
+
+
+def texts(finding) -> str:
+    return " | ".join(one.text for one in finding.evidence)
+
+
+def find(report, code):
+    return next(one for one in report.findings if one.code == code)
+
+
+def test_a_slowed_gpu_is_named_first_and_explains_the_late_rank(tmp_path):
+    sampled(LATE, **SLOW)(tmp_path)
+    report = analyze([tmp_path])
+    assert [one.code for one in report.findings[:2]] == ["gpu-slowed", "straggler"]
+    slowed, late = report.findings[:2]
+    assert (slowed.rank, slowed.cost_ms) == (1, late.cost_ms) == (1, pytest.approx(6.0))
+    assert "1,095 of 1,980 MHz" in texts(slowed) and "90%" in texts(slowed)
+    assert "1,095 of 1,980 MHz" in late.evidence[1].text
+    assert "1,095 of 1,980 MHz" in report.verdict.sentence.split(". ")[0]
+
+
+def test_a_late_rank_at_the_others_clock_is_not_throttled(tmp_path):
+    sampled(LATE, sm_clock_mhz=[1980, 1965], slowed=[0], clock_limits=[0])(tmp_path)
+    report = analyze([tmp_path])
+    assert report.findings[0].code == "straggler"
+    assert "MHz" not in texts(report.findings[0]) + report.verdict.sentence
+    assert not {"gpu-slowed", "gpu-low-clock"} & {one.code for one in report.findings}
+
+
+def test_ranks_that_are_all_hot_are_all_named_and_cost_is_not_guessed(tmp_path):
+    hardware = {"samples": [20], "max_sm_clock_mhz": [1980], "sm_clock_mhz": [1300, 1200, 1250, 1400, 1350, 1310]}
+    hardware |= {"slowed": [0.9], "clock_limits": [HOT]}
+    recorded(ranks=rank_lines([3.0] * 6, hardware=hardware), world=6)(tmp_path)
+    slowed = find(analyze([tmp_path]), "gpu-slowed")
+    assert (slowed.rank, slowed.cost_ms, len(slowed.evidence)) == (1, None, 5)
+
+
+def test_a_slowed_gpu_that_nobody_waits_for_has_no_cost(tmp_path):
+    sampled(**SLOW)(tmp_path)
+    report = analyze([tmp_path])
+    assert (report.findings[0].code, report.findings[0].cost_ms) == ("gpu-slowed", None)
+
+
+def test_a_power_limit_below_the_others_is_likely_at_most(tmp_path):
+    sampled(LATE, sm_clock_mhz=[1980, 1410], power_capped=[0, 1], clock_limits=[0, CAPPED])(tmp_path)
+    report = analyze([tmp_path])
+    found = find(report, "gpu-low-clock")
+    assert (found.rank, found.certain, found.cost_ms) == (1, False, pytest.approx(6.0))
+    assert "MHz" in texts(find(report, "straggler"))
+
+
+def test_a_quota_stands_beside_the_wait_that_it_causes(tmp_path):
+    waits = {"core_wait_ms": [0.5, 3.5], "cpu_ms": [9.0, 9.0], "involuntary_switches": [1, 4]}
+    hardware = {"samples": [20], "quota_used_up": [0.0, 0.63], "stolen": [0.0, 0.2]}
+    recorded(ranks=rank_lines([3.0, 3.0], hardware=hardware, **waits))(tmp_path)
+    report = analyze([tmp_path])
+    busy = find(report, "busy-machine")
+    assert "63%" in texts(busy) and "20%" in texts(busy)
+    assert find(report, "cpu-quota").cost_ms == pytest.approx(3.5)
+
+
+def test_a_run_without_samples_says_nothing_of_its_hardware(tmp_path):
+    recorded(ranks=rank_lines([3.0, 3.0]))(tmp_path)
+    codes = {one.code for one in analyze([tmp_path]).findings}
+    assert not {"gpu-slowed", "gpu-low-clock", "gpu-errors", "gpu-wear", "cpu-quota", "stolen-time"} & codes
+
+
+@pytest.mark.parametrize(
+    ("limits", "names"),
+    [
+        (ClockLimit.HW_SLOWDOWN, "hardware slowdown"),
+        (ClockLimit.HW_SLOWDOWN | ClockLimit.HW_THERMAL, "thermal slowdown"),
+        (ClockLimit.HW_SLOWDOWN | ClockLimit.HW_POWER_BRAKE | ClockLimit.SW_POWER_CAP, "power brake, power limit"),
+        (ClockLimit(0), ""),
+    ],
+)
+def test_limits_have_names_and_the_vague_one_gives_way(limits, names):
+    assert name_limits(limits) == names
+
+
+@pytest.mark.slow
+def test_a_real_run_with_a_simulated_hot_gpu_names_it_first(tmp_path):
+    from support.launch import flags, pretrain  # torch: not for the fast tests
+
+    devices = {"GPU-0": {}, "GPU-1": {"sm_clock_mhz": [1980, 1095], "reasons": [0, HOT], "temperature_c": [80, 91]}}
+    script = tmp_path / "devices.json"
+    script.write_text(json.dumps(devices))
+    argv = flags("--train-iters 24 --log-interval 4 --run-dir", tmp_path / "run")
+    ended = pretrain([str(script), *argv], ranks=2, script=REPO / "tests" / "throttled_rank.py")
+    assert ended.code == 0, ended.err
+    report = analyze([tmp_path / "run"])
+    assert report.findings[0].code == "gpu-slowed" and report.findings[0].rank == 1
+    hardware = report.facts.ranks_hardware
+    assert hardware.get_one("temperature_c", 1) == 91 and hardware.get_one("slowed", 0) == 0
