@@ -16,9 +16,11 @@ from megatron_lite.postmortem.evidence import JobEvidence
 from megatron_lite.postmortem.flight_recordings import is_flight_recording, read_flight_recordings
 from megatron_lite.postmortem.process_stacks import is_stack_file, read_stack_file
 from megatron_lite.postmortem.run_records import (
+    is_last_words,
     is_ranks_file,
     is_run_file,
     is_steps_file,
+    read_last_words,
     read_ranks_file,
     read_run_file,
     read_steps_file,
@@ -51,6 +53,7 @@ EVIDENCE_READERS: tuple[EvidenceReader, ...] = (
     EvidenceReader("dumps of stacks", is_stack_file, read_stack_file),
     EvidenceReader("error files", is_error_file, read_error_file),
     EvidenceReader("records of ranks", is_ranks_file, read_ranks_file),
+    EvidenceReader("last words", is_last_words, read_last_words),
     EvidenceReader("records of runs", is_run_file, read_run_file),
     EvidenceReader("records of steps", is_steps_file, read_steps_file),
 )

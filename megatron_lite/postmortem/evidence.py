@@ -246,6 +246,10 @@ class RankProgress:
     # the part of the step that it was in, and how long it had been there, in seconds
     phase: str | None = None
     phase_s: float | None = None
+    # how long it had been in its step, in seconds
+    step_s: float | None = None
+    # time in seconds for which no step, phase or collective of it had begun or ended
+    still_s: float | None = None
     # median duration of its steps before, in seconds
     usual_step_s: float | None = None
     # coordinates in the layout: "pp 1, tp 0"; "" where all ranks hold the same

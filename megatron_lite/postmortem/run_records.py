@@ -1,4 +1,6 @@
-"""Reads ranks.json, steps.jsonl and run.json, which this package's trainer writes, and `watch` for scripts of others.
+"""Reads what this package's trainer writes of a run, and `watch` for scripts of others.
+
+These are ranks.json, last_words-RANK.json, steps.jsonl and run.json.
 
 Each is recognized by its content. Its reader returns what the file holds as evidence, and raises UserError, one line,
 or OSError for a file that cannot be read.
@@ -18,7 +20,7 @@ import msgspec
 
 from megatron_lite.errors import UserError, describe_io_error
 from megatron_lite.formats.failure_record import FailureRecord, RankAtFailure
-from megatron_lite.formats.file_names import RUN_FILE
+from megatron_lite.formats.file_names import LAST_WORDS, RUN_FILE
 from megatron_lite.formats.run_record import MAX_RANKS, RunRecord
 from megatron_lite.formats.sound_fields import convert_sound
 from megatron_lite.formats.step_records import RankInterval, RanksRecord, StepRecord
@@ -47,7 +49,9 @@ MAX_NOT_FINITE = 100  # steps that are named
 FRAME_OF_STATUS = re.compile(r"(?P<function>.*) \((?P<file>.*):(?P<line>\d{1,9})\)")
 ERROR_OF_STATUS = re.compile(r"(?P<error>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?", re.DOTALL)
 FAILED = "failed: "
+NAME_OF_LAST_WORDS = re.compile(re.escape(LAST_WORDS) + r"(?P<rank>\d{1,7})\.json")
 VERDICT_FIELD = re.compile(rb'"verdict"\s*:\s*"')
+PLACE_FIELDS = (re.compile(rb'"pids"\s*:'), re.compile(rb'"phase_s"\s*:'), re.compile(rb'"blameless"\s*:'))
 RANKS_FIELD = re.compile(rb'"ranks"\s*:\s*\{')
 SCHEMA_FIELD = re.compile(rb'"schema"\s*:\s*\d')
 STATUS_FIELD = re.compile(rb'"status"\s*:\s*"')
@@ -58,6 +62,11 @@ STEP_LINE = re.compile(rb'^\{"kind":\s?"(?:step|ranks)"', re.MULTILINE)
 def is_ranks_file(head: bytes, path: Path) -> bool:
     """Whether a file that begins with `head` is a ranks.json, whatever its name."""
     return head.lstrip()[:1] == b"{" and bool(VERDICT_FIELD.search(head)) and bool(RANKS_FIELD.search(head))
+
+
+def is_last_words(head: bytes, path: Path) -> bool:
+    """Whether a file that begins with `head` holds the last words of a rank, whatever its name."""
+    return head.lstrip()[:1] == b"{" and all(field.search(head) for field in PLACE_FIELDS)
 
 
 def is_run_file(head: bytes, path: Path) -> bool:
@@ -84,10 +93,39 @@ def read_ranks_file(path: Path) -> JobEvidence:
     return JobEvidence(
         recordings=tuple(_describe_collectives(source, rank, status) for rank, status in statuses.items()),
         stacks=tuple(_describe_stack(source, rank, status) for rank, status in statuses.items() if status.stack),
-        ends=tuple(_describe_leaving(source, rank, status) for rank, status in statuses.items() if status.left),
+        ends=tuple(_describe_leaving(source, rank, status) for rank, status in statuses.items() if has_ended(status)),
         progress=tuple(_describe_progress(source, rank, status) for rank, status in statuses.items()),
         unread=tuple(f"{source}: {problem}" for problem in lost),
     )
+
+
+def read_last_words(path: Path) -> JobEvidence:
+    """Read last_words-RANK.json: what a rank under `watch` said of itself last."""
+    status, lost = convert_sound(_load_object(path), RankAtFailure)
+    source = str(path)
+    rank = status.rank
+    if rank is None:
+        rank = find_rank_in_name(path.name)
+    # how far each group is stands in the flight recording of the rank
+    return JobEvidence(
+        stacks=(_describe_stack(source, rank, status),) if status.stack else (),
+        ends=(_describe_leaving(source, rank, status),) if has_ended(status) else (),
+        progress=() if rank is None else (_describe_progress(source, rank, status),),
+        world_size=status.world_size or None,
+        unread=tuple(f"{source}: {problem}" for problem in lost),
+    )
+
+
+def find_rank_in_name(name: str) -> int | None:
+    """The rank in the name of a file of last words."""
+    found = NAME_OF_LAST_WORDS.search(name)
+    return int(found["rank"]) if found else None
+
+
+def has_ended(status: RankAtFailure) -> bool:
+    """Whether a rank has said how it ended, or others saw that it has."""
+    is_dead = status.process_state == "dead" or status.exit_code is not None or status.ended_at is not None
+    return bool(is_dead or status.left or status.error)
 
 
 def _load_object(path: Path) -> dict[str, Any]:
@@ -116,7 +154,11 @@ def _describe_progress(source: str, rank: int, status: RankAtFailure) -> RankPro
         step=iteration,
         phase=status.phase,
         phase_s=status.phase_s,
+        step_s=status.step_s or None,
+        still_s=status.still_s or None,
+        usual_step_s=status.usual_step_s,
         place=status.place[:MAX_MESSAGE_CHARACTERS],
+        process_state=status.process_state,
     )
 
 
@@ -144,18 +186,11 @@ def _describe_collectives(source: str, rank: int, status: RankAtFailure) -> Flig
     )
 
 
-def _describe_stack(source: str, rank: int, status: RankAtFailure) -> ProcessStacks:
+def _describe_stack(source: str, rank: int | None, status: RankAtFailure) -> ProcessStacks:
     """Where the main thread was."""
-    frames = []
-    for text in status.stack:
-        found = FRAME_OF_STATUS.fullmatch(text)
-        if found:
-            frames.append(StackFrame(found["function"], found["file"], int(found["line"])))
-        else:
-            frames.append(StackFrame(text, ""))
     return ProcessStacks(
         source=source,
-        threads=(ThreadStack(name="MainThread", frames=tuple(frames), is_main=True),),
+        threads=(ThreadStack(name="MainThread", frames=_read_frames(status.stack), is_main=True),),
         rank=rank,
         host=status.host,
         pid=status.pid,
@@ -163,20 +198,42 @@ def _describe_stack(source: str, rank: int, status: RankAtFailure) -> ProcessSta
     )
 
 
-def _describe_leaving(source: str, rank: int, status: RankAtFailure) -> ProcessEnd:
-    """How a rank ended that could still say so."""
+def _read_frames(calls: tuple[str, ...]) -> tuple[StackFrame, ...]:
+    """Frames of calls such as "function (file.py:12)"."""
+    frames = []
+    for text in calls:
+        found = FRAME_OF_STATUS.fullmatch(text)
+        if found:
+            frames.append(StackFrame(found["function"], found["file"], int(found["line"])))
+        else:
+            frames.append(StackFrame(text, ""))
+    return tuple(frames)
+
+
+def _describe_leaving(source: str, rank: int | None, status: RankAtFailure) -> ProcessEnd:
+    """How a rank ended, by itself or by whoever looked after it."""
     said = status.left or ""
     is_well = said == NO_ERROR
     error, message = _split_error(said)
+    exit_code = status.exit_code
+    if exit_code is None and is_well:
+        exit_code = 0
+    if status.error:
+        error = status.error[:MAX_MESSAGE_CHARACTERS]
+        message = status.message[:MAX_MESSAGE_CHARACTERS]
+    if not message and status.signal is not None:
+        message = f"signal {status.signal}"
     return ProcessEnd(
         source=source,
         rank=rank,
         host=status.host,
         pid=status.pid,
-        exit_code=0 if is_well else None,
+        local_rank=status.local_rank,
+        exit_code=exit_code,
         error="" if is_well else error,
         message=message,
-        ended_at=status.wall_time,
+        frames=_read_frames(status.error_stack),
+        ended_at=status.wall_time if status.ended_at is None else status.ended_at,
         is_consequence=True if status.blameless and not is_well else None,
     )
 

@@ -6,7 +6,7 @@ import pytest
 from support import run_maker
 
 from megatron_lite.errors import UserError
-from megatron_lite.formats.failure_record import FailureRecord, RankAtFailure, encode_failure
+from megatron_lite.formats.failure_record import FailureRecord, RankAtFailure, encode_failure, encode_last_words
 from megatron_lite.postmortem.collect import collect_evidence
 from megatron_lite.postmortem.evidence import EventKind, GroupProgress, StackFrame
 from megatron_lite.postmortem.run_records import read_ranks_file, read_run_file, read_steps_file
@@ -160,3 +160,45 @@ def test_lines_that_are_no_steps_are_counted(tmp_path):
     run_maker.folder(tmp_path, lines)
     found = read_steps_file(tmp_path / "steps.jsonl")
     assert len(found.unread) == 1 and "steps.jsonl:2:" in found.unread[0]
+
+
+def test_last_words_of_a_rank_tell_where_it_was_and_how_it_ended(tmp_path):
+    said = RankAtFailure(
+        host="node1",
+        pid=7,
+        step=12,
+        phase="forward",
+        phase_s=3.0,
+        step_s=4.0,
+        still_s=2.5,
+        usual_step_s=0.5,
+        rank=2,
+        local_rank=0,
+        world_size=4,
+        error="torch.OutOfMemoryError",
+        message="full",
+        error_stack=("step (train.py:88)",),
+        exit_code=1,
+        ended_at=1000.0,
+        process_state="dead",
+    )
+    (tmp_path / "renamed").write_text(encode_last_words(said))
+    found = collect_evidence([tmp_path])
+    assert found.unread == () and found.world_size == 4
+    (progress,) = found.progress
+    assert (progress.rank, progress.step, progress.step_s, progress.still_s) == (2, 12, 4.0, 2.5)
+    assert (progress.usual_step_s, progress.process_state) == (0.5, "dead")
+    (end,) = found.ends
+    assert (end.rank, end.local_rank, end.exit_code, end.ended_at) == (2, 0, 1, 1000.0)
+    assert (end.error, end.message) == ("torch.OutOfMemoryError", "full")
+    assert end.frames == (StackFrame("step", "train.py", 88),)
+    # numbers of collectives stand in its flight recording
+    assert found.recordings == ()
+
+
+@pytest.mark.parametrize(("name", "rank"), [("last_words-3.json", 3), ("last_words-pid-77.json", None)])
+def test_the_name_of_last_words_may_tell_the_rank(tmp_path, name, rank):
+    (tmp_path / name).write_text(encode_last_words(RankAtFailure(signal=15, ended_at=5.0)))
+    found = collect_evidence([tmp_path])
+    assert [(end.rank, end.message) for end in found.ends] == [(rank, "signal 15")]
+    assert [progress.rank for progress in found.progress] == ([] if rank is None else [rank])
