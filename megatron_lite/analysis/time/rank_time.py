@@ -308,9 +308,7 @@ def _measure_host(trace: Trace, placing: Placing, steady: SteadySteps) -> RankTi
     """
     activity = find_host_activity(trace, placing)
     sites = CallSites(trace, placing)
-    is_range = trace.events.kind == Kind.ANNOTATION
-    talks = find_communication_names(trace)[trace.events.name]
-    communication = intersection(trace.cover(is_range & talks), steady.cover)
+    communication = _find_host_communication(trace, steady)
     working = _find_working_operators(trace, activity, communication)
     rows = _divide_host_time(activity.covers, working, communication, steady)
     breakdown = {row: steady.mean_ms(cover.length) for row, cover in rows.items()}
@@ -337,6 +335,22 @@ def _measure_host(trace: Trace, placing: Placing, steady: SteadySteps) -> RankTi
         stretches=sites.find_long_stretches(rows["host"]),
         short_gaps=sites.measure_short_stretches(rows["host"]),
     )
+
+
+def find_host_rows(trace: Trace, placing: Placing) -> dict[str, Cover]:
+    """Find when each row of the steady steps lasts, in a trace without device work that has such steps."""
+    steady = _choose_steady(placing.steps)
+    activity = find_host_activity(trace, placing)
+    communication = _find_host_communication(trace, steady)
+    working = _find_working_operators(trace, activity, communication)
+    return _divide_host_time(activity.covers, working, communication, steady)
+
+
+def _find_host_communication(trace: Trace, steady: SteadySteps) -> Cover:
+    """Find when communication is under way on the host in the steady steps."""
+    is_range = trace.events.kind == Kind.ANNOTATION
+    talks = find_communication_names(trace)[trace.events.name]
+    return intersection(trace.cover(is_range & talks), steady.cover)
 
 
 def _divide_host_time(
