@@ -16,6 +16,7 @@ DONE = (
     "analysis/compare",
     "analysis/equality",
     "analysis/findings",
+    "analysis/graph",
     "analysis/kernels",
     "analysis/memory",
     "analysis/ranks",

@@ -90,6 +90,7 @@ UNFOLDED = {
     "analysis/ranks": 9.9,
     "analysis/findings": 9.9,
     "analysis/equality": 9.9,
+    "analysis/graph": 10.0,
     "analysis/.": 10.0,
 }
 # Folders whose docstrings stand alone, as those of the files in no folder do. The list only grows.
@@ -117,6 +118,7 @@ DOCUMENTED = (
     "analysis/trace",
     "analysis/compare",
     "analysis/equality",
+    "analysis/graph",
     "analysis/kernels",
     "analysis/run",
     "analysis/.",

@@ -1,0 +1,223 @@
+"""Builds the dependency graph of the ranks of one run from their traces."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_lite.analysis.graph.device_clock import measure_device_lead, move_device
+from megatron_lite.analysis.graph.graph import Boundary, EdgeKind, Graph, Lane
+from megatron_lite.analysis.graph.host_lanes import (
+    HostLanes,
+    HostWaits,
+    add_host_lanes,
+    add_workers,
+    connect_handovers,
+    find_handovers,
+    find_host_threads,
+    find_loader_waits,
+)
+from megatron_lite.analysis.graph.meetings import connect_meetings, find_last_arrivals, find_meetings
+from megatron_lite.analysis.graph.parts import Ordered, Parts, put_in_order
+from megatron_lite.analysis.graph.rank_input import RankInput
+from megatron_lite.analysis.graph.work_lanes import (
+    RankWork,
+    add_work,
+    choose_explained_syncs,
+    connect_events,
+    connect_launches,
+)
+from megatron_lite.analysis.intervals import Integers
+from megatron_lite.analysis.ranks.calls import Calls, collect_calls
+from megatron_lite.analysis.ranks.matching import Group, align_clocks, match
+from megatron_lite.analysis.ranks.ranks import find_shared_steps
+from megatron_lite.analysis.time.rank_time import find_host_rows
+from megatron_lite.analysis.time.step_windows import find_computing_stream
+from megatron_lite.analysis.time.time_results import Placing
+from megatron_lite.analysis.trace.columns import Numbered, Trace
+
+
+def build_graph(ranks: Sequence[tuple[Trace, Placing]]) -> Graph:
+    """Build the graph of the ranks of one run.
+
+    Args:
+        ranks: the trace of each rank, and where its events belong.
+    """
+    sizes = [trace.world_size or 0 for trace, _ in ranks]
+    world_size = max(sizes, default=0) or None
+    calls = [collect_calls(trace, placing, world_size) for trace, placing in ranks]
+    groups, clocks_ns, limits = _match_ranks(ranks, calls)
+    phases: Numbered[str] = Numbered()
+    names: Numbered[str] = Numbered()
+    firsts = _number_first_steps([placing for _, placing in ranks])
+    inputs = []
+    for at, (trace, placing) in enumerate(ranks):
+        lead_ns = measure_device_lead(trace, placing)
+        one = RankInput(
+            at=at,
+            trace=move_device(trace, lead_ns),
+            placing=placing,
+            device_lead_ns=lead_ns,
+            calls=calls[at],
+            clock_ns=clocks_ns[at],
+            first_step=firsts[at],
+            phases=phases,
+            names=names,
+        )
+        inputs.append(one)
+    parts = Parts()
+    device_clocks_ns = [one.clock_ns - one.device_lead_ns for one in inputs]
+    meetings = find_meetings(calls, groups, device_clocks_ns)
+    arrivals = find_last_arrivals(meetings, len(inputs), calls)
+    works = [_add_rank(parts, one, arrivals[one.at]) for one in inputs]
+    connect_meetings(parts, meetings, [work.of_calls for work in works])
+    ordered = put_in_order(parts)
+    boundaries = [_find_boundary(one, parts, ordered) for one in inputs]
+    return Graph(
+        lanes=tuple(parts.lanes),
+        phases=tuple(phases),
+        names=tuple(names),
+        activities=ordered.activities,
+        edges=ordered.edges,
+        boundaries=tuple(boundaries),
+        contradicted=ordered.contradicted,
+        seen=ordered.seen,
+        limits=tuple(limits),
+    )
+
+
+def _match_ranks(
+    ranks: Sequence[tuple[Trace, Placing]],
+    calls: Sequence[Calls],
+) -> tuple[list[Group], list[int], list[str]]:
+    """Match the collectives of all ranks, and bring their clocks to one.
+
+    Returns:
+        Groups of collectives that belong together, what to add to each rank's times, and what is not known.
+    """
+    traces = [trace for trace, _ in ranks]
+    if len(traces) < 2:
+        limits = []
+        is_one_of_many = (traces[0].world_size or 0) > 1
+        if is_one_of_many and len(calls[0]):
+            limits.append("only one rank's trace is read: how long it waits for others is not known")
+        return [], [0], limits
+    bases = [trace.base_ns for trace in traces]
+    hosts = [str(trace.facts.get("host_name") or "") for trace in traces]
+    slots_of_steps, _ = find_shared_steps([placing for _, placing in ranks])
+    slots = []
+    for slot, of_rank in zip(slots_of_steps, calls):
+        slot_of_step = np.append(slot, -1)
+        slots.append(slot_of_step[of_rank.step])
+    groups, notes = match(calls, slots, bases)
+    clocks = align_clocks(calls, groups, bases, hosts)
+    if clocks.aligned is None:
+        return [], list(clocks.start_ns), [*notes, "the ranks' clocks are not known to be one"]
+    return groups, list(clocks.start_ns), notes
+
+
+def _number_first_steps(placings: Sequence[Placing]) -> list[int]:
+    """Number the first step of each rank, so that a number is the same step on all ranks."""
+    firsts = [placing.steps[0].number if placing.steps else None for placing in placings]
+    known = [first for first in firsts if first is not None]
+    if len(known) < len(firsts):
+        return [0] * len(firsts)
+    return [first - min(known) for first in known]
+
+
+def _add_rank(
+    parts: Parts,
+    one: RankInput,
+    last_arrival_ns: Integers,
+) -> RankWork:
+    """Add all of a rank but what it shares with others.
+
+    Args:
+        parts: all activities and edges; they grow.
+        one: the rank.
+        last_arrival_ns: by collective, when the last rank came; -1: not known.
+    """
+    work = add_work(parts, one, last_arrival_ns)
+    syncs, awaited = choose_explained_syncs(one, work)
+    of_backend, awaited_calls = _find_backend_waits(one)
+    loading = find_loader_waits(one)
+    threads = find_host_threads(one)
+    handovers = find_handovers(one, threads)
+    waits = HostWaits.join([handovers.list_waits(), syncs, of_backend, loading])
+    hosts = add_host_lanes(parts, one, threads, waits, handovers)
+    connect_handovers(parts, hosts, handovers)
+    connect_launches(parts, one, work, hosts)
+    connect_events(parts, one, work)
+    _resume(parts, hosts, syncs, work.activities.finish[awaited], EdgeKind.SYNC)
+    _resume(parts, hosts, of_backend, work.of_calls.finish[awaited_calls], EdgeKind.WAIT)
+    add_workers(parts, one, hosts, loading)
+    return work
+
+
+def _resume(
+    parts: Parts,
+    hosts: HostLanes,
+    waits: HostWaits,
+    awaited: Integers,
+    kind: EdgeKind,
+) -> None:
+    """Let threads go on after what they waited for."""
+    resumed = hosts.starting_at(waits.thread, waits.end_ns)
+    parts.connect(awaited, resumed, kind)
+
+
+def _find_backend_waits(one: RankInput) -> tuple[HostWaits, Integers]:
+    """Find when the main thread waits for a collective of a backend's thread, without a device.
+
+    No operator works, a collective is under way, and the wait ends with a collective.
+
+    Returns:
+        The waits, and for which of the rank's collectives: int64 [w].
+    """
+    none = np.empty(0, np.int64)
+    if one.on_gpu or not len(one.calls) or not any(step.steady for step in one.placing.steps):
+        return HostWaits(none, none, none, none), none
+    waiting = find_host_rows(one.trace, one.placing)["exposed_communication"]
+    order = np.argsort(one.calls.end_ns, kind="stable")
+    ends_ns = one.calls.end_ns[order]
+    at = np.searchsorted(ends_ns, waiting.end)
+    at = np.minimum(at, len(ends_ns) - 1)
+    is_end = ends_ns[at] == waiting.end
+    start_ns = waiting.start[is_end]
+    waits = HostWaits(
+        thread=np.full(len(start_ns), one.placing.main_thread),
+        start_ns=start_ns,
+        end_ns=waiting.end[is_end],
+        base_ns=np.zeros(len(start_ns), np.int64),
+    )
+    return waits, order[at[is_end]]
+
+
+def _find_boundary(
+    one: RankInput,
+    parts: Parts,
+    ordered: Ordered,
+) -> Boundary:
+    """Find where the steps of a rank end."""
+    activities = ordered.activities
+    name = f"thread {one.placing.main_thread}"
+    if one.on_gpu:
+        _, stream = find_computing_stream(one.trace)
+        name = f"stream {stream}"
+    lane = parts.lanes.index(Lane(one.at, name))
+    mine = np.flatnonzero(activities.lane == lane)
+    ends_ns = activities.end_ns[mine] - one.clock_ns + one.device_lead_ns
+    ends = {}
+    steady = []
+    for number, step in enumerate(one.placing.steps, one.first_step):
+        at = np.flatnonzero(ends_ns == step.end_ns)
+        if len(at):
+            ends[number] = int(mine[at[0]])
+        if step.steady:
+            steady.append(number)
+    return Boundary(
+        rank=one.at,
+        ends=ends,
+        start_ns=one.first_steady_ns + one.clock_ns,
+        steady=tuple(steady),
+        on_device=one.on_gpu,
+    )

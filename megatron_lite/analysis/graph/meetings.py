@@ -1,0 +1,118 @@
+"""Collectives in which ranks meet: each begins when the last rank has come."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_lite.analysis.graph.graph import ActivityKind, EdgeKind
+from megatron_lite.analysis.graph.parts import Parts
+from megatron_lite.analysis.graph.work_lanes import WorkActivities
+from megatron_lite.analysis.intervals import Flags, Integers
+from megatron_lite.analysis.ranks.calls import END_TOGETHER, Calls
+from megatron_lite.analysis.ranks.matching import Group
+
+
+@dataclass(frozen=True)
+class Meetings:
+    """Collectives of one group of ranks, K of them; receiving is such a one of two ranks."""
+
+    members: tuple[int, ...]  # [G], places of the ranks
+    call: Integers  # [K, G], index into the rank's calls
+    at_ns: Integers  # [K], when the last one came, on the clock of all ranks
+    waits: Flags  # [K, G], the member cannot go on before
+
+
+def find_meetings(
+    calls: Sequence[Calls],
+    groups: Sequence[Group],
+    clocks_ns: Sequence[int],
+) -> list[Meetings]:
+    """Find where ranks wait for each other.
+
+    Args:
+        calls: the collectives of each rank.
+        groups: which of them belong together.
+        clocks_ns: what to add to each rank's times.
+    """
+    found = []
+    for group in groups:
+        starts = []
+        waits = []
+        for at, rows in group.list_members():
+            kinds = [calls[at].whats[row].kind for row in rows.tolist()]
+            awaits = ("recv", "send_recv") if group.is_pair else END_TOGETHER
+            starts.append(calls[at].start_ns[rows] + clocks_ns[at])
+            waits.append(np.isin(kinds, awaits))
+        start_ns = np.stack(starts, axis=1)
+        meetings = Meetings(
+            members=tuple(group.members.tolist()),
+            call=group.call,
+            at_ns=start_ns.max(axis=1),
+            waits=np.stack(waits, axis=1),
+        )
+        found.append(meetings)
+    return found
+
+
+def find_last_arrivals(
+    meetings: Sequence[Meetings],
+    ranks: int,
+    calls: Sequence[Calls],
+) -> list[Integers]:
+    """Find for each collective of each rank when the last rank came, on the clock of all: int64 [c]; -1: not known.
+
+    Args:
+        meetings: where ranks wait for each other.
+        ranks: how many there are.
+        calls: the collectives of each rank.
+    """
+    found: list[Integers] = [np.full(len(calls[at]), -1, np.int64) for at in range(ranks)]
+    for one in meetings:
+        for column, at in enumerate(one.members):
+            waits = one.waits[:, column]
+            rows = one.call[waits, column]
+            np.maximum.at(found[at], rows, one.at_ns[waits])
+    return found
+
+
+def connect_meetings(
+    parts: Parts,
+    meetings: Sequence[Meetings],
+    works: Sequence[WorkActivities],
+) -> None:
+    """Let ranks wait for each other.
+
+    Args:
+        parts: all activities and edges; they grow.
+        meetings: where they wait.
+        works: by rank, the activities of its collectives.
+    """
+    for one in meetings:
+        lane = parts.add_lane(-1, "meetings")
+        step = _find_steps(parts, one, works)
+        order = np.argsort(one.at_ns, kind="stable")
+        numbers = np.empty(len(order), np.int64)
+        numbers[order] = parts.add(lane, one.at_ns[order], one.at_ns[order], ActivityKind.MEETING, step=step[order])
+        for column, at in enumerate(one.members):
+            arrival = works[at].begin[one.call[:, column]]
+            transfer = works[at].finish[one.call[:, column]]
+            is_apart = arrival != transfer
+            parts.connect(arrival[is_apart], numbers[is_apart], EdgeKind.MEETING)
+            held = is_apart & one.waits[:, column]
+            parts.connect(numbers[held], transfer[held], EdgeKind.MEETING)
+            left_early = one.waits[:, column] & ~is_apart
+            parts.missing[EdgeKind.MEETING] += int(left_early.sum())
+
+
+def _find_steps(
+    parts: Parts,
+    one: Meetings,
+    works: Sequence[WorkActivities],
+) -> Integers:
+    """The step of each meeting, by its first member."""
+    first = one.members[0]
+    steps = parts.read("step")
+    begins = works[first].begin[one.call[:, 0]]
+    found: Integers = steps[begins]
+    return found

@@ -1,0 +1,446 @@
+"""Replays a graph: when activities begin and end if each takes what the graph says, and what makes a step that long.
+
+With a device the steady steps come again and again, each pass from where the one before it ended, until a pass takes as
+long as the one before: a queue that fills or empties in the measured window has settled then. A trace of a single step,
+or without a device, whose host runs ahead of nothing, is replayed once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_lite.analysis.graph.graph import ActivityKind, Boundary, Graph
+from megatron_lite.analysis.intervals import Flags, Integers
+
+MAX_PASSES = 12
+SETTLED = 0.001  # of a pass, by which the next one may differ
+MAX_CONTRADICTED = 0.05  # of the edges: with more the graph is not that of these steps
+MAX_OFF = 0.02  # of the measured steps, by which an unchanged replay may differ
+MAX_UNEXPLAINED = 0.05  # of the step, on the critical path
+NEVER = -(1 << 62)  # ns, the end of what is not known
+MAX_NEVER = NEVER // 2  # such an end with a lag
+
+
+@dataclass(frozen=True)
+class StepWindow:
+    """Consecutive steady steps, whose activities are replayed."""
+
+    first: int  # numbers of steps
+    last: int
+    places: Integers  # [k], the activities, in order
+    repeats: bool  # one pass can follow another: there is a device, and a step before the window
+
+    @property
+    def steps(self) -> int:
+        """How many steps it has."""
+        return self.last - self.first + 1
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Times of a graph's activities, in the last pass."""
+
+    graph: Graph
+    window: StepWindow
+    step_ns: float  # of one step, the mean over ranks
+    passes: int
+    start_ns: Integers  # [n]; of activities outside of the window as measured
+    end_ns: Integers  # [n]
+    binding: Integers  # [n], number of the edge that each activity waited for last; -1: none
+    # [n], what stands in the pass before for an activity that was measured before the window; -1: nothing
+    stand_in: Integers
+
+
+def find_window(graph: Graph) -> StepWindow | None:
+    """Find the longest run of steps that are steady on all ranks and whose ends are known; None without any.
+
+    The first step of a trace is left out where there are others: what comes before it is not known.
+    """
+    if not graph.boundaries or not len(graph.activities):
+        return None
+    steady = set(graph.boundaries[0].steady)
+    begins = set(graph.boundaries[0].ends)
+    for boundary in graph.boundaries:
+        steady &= set(boundary.steady) & set(boundary.ends)
+        begins &= set(boundary.ends)
+    runs: list[list[int]] = []
+    for number in sorted(steady):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    if not runs:
+        return None
+    longest = max(runs, key=len)
+    repeats = longest[0] - 1 in begins
+    if not repeats and len(longest) > 1:
+        longest = longest[1:]
+        repeats = True
+    repeats = repeats and any(boundary.on_device for boundary in graph.boundaries)
+    step = graph.activities.step
+    first = longest[0]
+    last = longest[-1]
+    places = np.flatnonzero((step >= first) & (step <= last))
+    return StepWindow(first, last, places, repeats)
+
+
+def replay(graph: Graph, window: StepWindow | None = None) -> Replay | None:
+    """Replay the steady steps of a graph.
+
+    Args:
+        graph: the measured steps, or these after edits.
+        window: which steps; None: those of find_window.
+
+    Returns:
+        The times; None where the graph has no steady step whose end is known.
+    """
+    window = window or find_window(graph)
+    if window is None:
+        return None
+    tables = _Tables(graph, window)
+    start_ns = graph.activities.start_ns.copy()
+    end_ns = graph.activities.end_ns.copy()
+    found = _Pass(start_ns, end_ns, np.full(len(graph.activities), -1, np.int32))
+    before_ns = _find_measured_starts(graph, window)
+    pass_ns = np.zeros(len(graph.boundaries))
+    passes = 0
+    for number in range(MAX_PASSES if window.repeats else 1):
+        found = tables.run(found, is_first=number == 0)
+        passes += 1
+        ends_ns = _find_ends(graph.boundaries, window, found)
+        lengths_ns = ends_ns - before_ns
+        before_ns = ends_ns
+        changed_ns = np.abs(lengths_ns - pass_ns)
+        is_settled = changed_ns.max() <= SETTLED * lengths_ns.max()
+        pass_ns = lengths_ns
+        if is_settled and number:
+            break
+    step_ns = max(float(pass_ns.mean()) / window.steps, graph.floor_ns)
+    return Replay(
+        graph=graph,
+        window=window,
+        step_ns=step_ns,
+        passes=passes,
+        start_ns=found.start_ns,
+        end_ns=found.end_ns,
+        binding=found.binding,
+        stand_in=tables.list_stand_ins(),
+    )
+
+
+def _find_measured_starts(graph: Graph, window: StepWindow) -> NDArray[np.float64]:
+    """When the window begins on each rank, measured."""
+    starts = []
+    for boundary in graph.boundaries:
+        before = boundary.ends.get(window.first - 1)
+        start_ns = boundary.start_ns if before is None else graph.activities.end_ns[before]
+        starts.append(float(start_ns))
+    return np.array(starts)
+
+
+def _find_ends(
+    boundaries: Sequence[Boundary],
+    window: StepWindow,
+    found: "_Pass",
+) -> NDArray[np.float64]:
+    """When the window ends on each rank."""
+    last = [boundary.ends[window.last] for boundary in boundaries]
+    ends_ns: NDArray[np.float64] = found.end_ns[np.array(last)].astype(np.float64)
+    return ends_ns
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """Times of all activities after a pass."""
+
+    start_ns: Integers
+    end_ns: Integers
+    binding: Integers
+
+
+class _Tables:
+    """A window's activities and edges as lists, which a loop of Python reads faster than arrays.
+
+    Args:
+        graph: the graph.
+        window: the steps that are replayed.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        window: StepWindow,
+    ):
+        self.graph = graph
+        self.window = window
+        activities = graph.activities
+        edges = graph.edges
+        place_in = np.full(len(activities) + 1, -1, np.int64)
+        place_in[window.places] = np.arange(len(window.places))
+        is_inner = place_in[edges.target] >= 0
+        self.edge_numbers = np.flatnonzero(is_inner)
+        source = edges.source[self.edge_numbers].astype(np.int64)
+        target = place_in[edges.target[self.edge_numbers]]
+        all_places = np.arange(len(window.places) + 1)
+        self.first_edge = np.searchsorted(target, all_places).tolist()
+        self.lag = edges.lag_ns[self.edge_numbers].tolist()
+        # sources outside of the window stand behind the activities in it
+        self.outer = np.unique(source[place_in[source] < 0])
+        place_of_outer = np.full(len(activities), -1, np.int64)
+        behind = np.arange(len(self.outer)) + len(window.places)
+        place_of_outer[self.outer] = behind
+        place = np.where(place_in[source] >= 0, place_in[source], place_of_outer[source])
+        self.source = place.tolist()
+        self.work = activities.work_ns[window.places].tolist()
+        self.delay = activities.delay_ns[window.places].tolist()
+
+    def run(
+        self,
+        before: _Pass,
+        is_first: bool,
+    ) -> _Pass:
+        """Run through the window once.
+
+        Args:
+            before: the pass before it, or the measured times.
+            is_first: nothing was replayed before.
+        """
+        outer = self.outer if is_first else self._repeated
+        outer_ns = np.where(outer >= 0, before.end_ns[outer], NEVER)
+        # an activity that waits for nothing known begins when it did, a pass later each time
+        shift_ns = 0 if is_first else self._shift_ns(before)
+        fixed_ns = self.graph.activities.start_ns[self.window.places] + shift_ns
+        starts, ends, bindings = self._loop(outer_ns.tolist(), fixed_ns.tolist())
+        start_ns = before.start_ns.copy()
+        end_ns = before.end_ns.copy()
+        binding = before.binding.copy()
+        start_ns[self.window.places] = starts
+        end_ns[self.window.places] = ends
+        numbers = np.append(self.edge_numbers, -1)
+        binding[self.window.places] = numbers[np.array(bindings, np.int64)]
+        return _Pass(start_ns, end_ns, binding)
+
+    def _loop(
+        self,
+        outer: list[int],
+        fixed: list[int],
+    ) -> tuple[list[int], list[int], list[int]]:
+        """Compute starts, ends and binding edges (-1: none) of the window's activities, one after the other.
+
+        Args:
+            outer: ends of the sources outside of the window.
+            fixed: by activity, when it begins if it waits for nothing known.
+        """
+        count = len(fixed)
+        ends = [0] * count + outer
+        starts = [0] * count
+        bindings = [-1] * count
+        first_edge = self.first_edge
+        source = self.source
+        lag = self.lag
+        edge = 0
+        for place in range(count):
+            last_edge = first_edge[place + 1]
+            ready = NEVER
+            while edge < last_edge:
+                moment = ends[source[edge]] + lag[edge]
+                if moment > ready:
+                    ready = moment
+                    bindings[place] = edge
+                edge += 1
+            start = fixed[place] if ready <= MAX_NEVER else ready + self.delay[place]
+            starts[place] = start
+            ends[place] = start + self.work[place]
+        return starts, ends[:count], bindings
+
+    def _shift_ns(self, before: _Pass) -> int:
+        """Compute by how much the window's end has moved since it was measured, on the rank that ends last."""
+        boundaries = self.graph.boundaries
+        measured_ns = _find_measured_starts(self.graph, self.window)
+        return int((_find_ends(boundaries, self.window, before) - measured_ns).max())
+
+    def list_stand_ins(self) -> Integers:
+        """List by activity what stands for it in the pass before: int64 [n]; -1: nothing does."""
+        found = np.full(len(self.graph.activities), -1, np.int64)
+        if self.window.repeats:
+            found[self.outer] = self._repeated
+        return found
+
+    @cached_property
+    def _repeated(self) -> Integers:
+        """Stand-ins of the sources outside of the window, in the pass before: the q-th last activity of a lane before
+        the window is the q-th last of the lane in it; -1: none."""
+        lane = self.graph.activities.lane
+        found = np.full(len(self.outer), -1, np.int64)
+        for one in np.unique(lane[self.outer]).tolist():
+            here = np.flatnonzero(lane[self.outer] == one)
+            on_lane = np.flatnonzero(lane == one)
+            inside = on_lane[np.isin(on_lane, self.window.places)]
+            if not len(inside):
+                continue
+            earlier = on_lane[on_lane < inside[0]]
+            from_end = len(earlier) - np.searchsorted(earlier, self.outer[here])
+            is_known = (from_end >= 1) & (from_end <= len(inside))
+            at = np.where(is_known, len(inside) - from_end, 0)
+            found[here] = np.where(is_known, np.append(inside, -1)[at], -1)
+        return found
+
+
+# --- is the graph that of the measured steps?
+
+
+@dataclass(frozen=True)
+class Trust:
+    """A graph's unchanged replay beside the measured steps."""
+
+    measured_ms: float  # mean of the window's steps and of ranks; 0: there is no steady step
+    replayed_ms: float
+    contradicted: float  # share of the edges that measured times contradict
+    unexplained_ms: float  # of a step, on the critical path: delays of the device and others without a known reason
+    passes: int
+    why_not: str = ""  # why nothing is to be claimed by the graph; "": it is that of the measured steps
+
+    @property
+    def off(self) -> float:
+        """The share of the measured step by which the replay differs."""
+        return self.replayed_ms / self.measured_ms - 1 if self.measured_ms else 0.0
+
+
+NO_STEPS = "the traces have no steady step whose end is known on all ranks"
+
+
+def check_replay(graph: Graph) -> Trust:
+    """Replay a graph unchanged, and say whether it is that of the measured steps."""
+    window = find_window(graph)
+    if window is None:
+        return Trust(0.0, 0.0, graph.contradicted_share, 0.0, 0, NO_STEPS)
+    measured_ns = _measure_window(graph, window)
+    found = replay(graph, window)
+    if found is None:
+        return Trust(0.0, 0.0, graph.contradicted_share, 0.0, 0, NO_STEPS)
+    path = find_critical_path(found)
+    delays_ns = graph.activities.delay_ns[path.places]
+    unexplained_ns = int(delays_ns.sum()) / window.steps
+    trust = Trust(
+        measured_ms=measured_ns / 1e6,
+        replayed_ms=found.step_ns / 1e6,
+        contradicted=graph.contradicted_share,
+        unexplained_ms=unexplained_ns / 1e6,
+        passes=found.passes,
+    )
+    return replace(trust, why_not=_explain_doubt(trust))
+
+
+def _measure_window(graph: Graph, window: StepWindow) -> float:
+    """The mean step of the window and of ranks as measured, ns."""
+    last = np.array([boundary.ends[window.last] for boundary in graph.boundaries])
+    ends_ns = graph.activities.end_ns[last].astype(np.float64)
+    lengths_ns = ends_ns - _find_measured_starts(graph, window)
+    return float(lengths_ns.mean()) / window.steps
+
+
+def _explain_doubt(trust: Trust) -> str:
+    """Why nothing is to be claimed; "" where the replay is that of the measured steps."""
+    if trust.contradicted > MAX_CONTRADICTED:
+        return (
+            f"{trust.contradicted:.0%} of what activities seem to wait for ended after they had begun, "
+            f"{MAX_CONTRADICTED:.0%} are allowed"
+        )
+    if abs(trust.off) > MAX_OFF:
+        return (
+            f"replayed unchanged a step takes {trust.replayed_ms:,.1f} ms instead of the measured "
+            f"{trust.measured_ms:,.1f} ms, {MAX_OFF:.0%} are allowed"
+        )
+    if trust.unexplained_ms > MAX_UNEXPLAINED * trust.measured_ms:
+        return (
+            f"{trust.unexplained_ms:,.1f} ms of a step of {trust.measured_ms:,.1f} ms are waits without a known "
+            f"reason, {MAX_UNEXPLAINED:.0%} are allowed"
+        )
+    return ""
+
+
+# --- what makes a step that long
+
+
+@dataclass(frozen=True)
+class CriticalPath:
+    """The chain of activities that ends with a window, each begun as soon as the one before it let it."""
+
+    graph: Graph
+    steps: int
+    places: Integers  # [p], activities, the last one first
+    own_ns: Integers  # [p], time of each on the path: its work, its delay and the lag before it
+
+
+@dataclass(frozen=True)
+class PathPart:
+    """All of a critical path that is of one kind; one line of a report."""
+
+    rank: int
+    kind: str  # "operator", "kernel", "transfer", ...
+    phase: str  # "" for none
+    name: str  # of the operator or kernel; "" for none
+    ms: float  # per step
+
+
+def find_critical_path(found: Replay) -> CriticalPath:
+    """Follow the last pass back from the end of the slowest rank's last step, for as long as the window takes.
+
+    What was before the window stands at the end of the pass before, which is the same again.
+    """
+    graph = found.graph
+    window = found.window
+    last = [boundary.ends[window.last] for boundary in graph.boundaries]
+    place = max(last, key=lambda one: found.end_ns[one])
+    is_inside: Flags = np.zeros(len(graph.activities), bool)
+    is_inside[window.places] = True
+    places = []
+    own_ns = []
+    left_ns = int(found.step_ns * window.steps)
+    while place >= 0 and left_ns > 0:
+        edge = int(found.binding[place])
+        began_ns = int(found.start_ns[place])
+        source = -1
+        if edge >= 0:
+            source = int(graph.edges.source[edge])
+            began_ns -= int(graph.activities.delay_ns[place])
+            began_ns -= int(graph.edges.lag_ns[edge])
+        own = min(int(found.end_ns[place]) - began_ns, left_ns)
+        left_ns -= own
+        places.append(place)
+        own_ns.append(own)
+        place = source
+        if source >= 0 and not is_inside[source]:
+            place = int(found.stand_in[source])
+    return CriticalPath(graph, window.steps, np.array(places), np.array(own_ns))
+
+
+def list_path_parts(path: CriticalPath) -> tuple[PathPart, ...]:
+    """Sum a critical path up by rank, kind, phase and name, the longest first."""
+    graph = path.graph
+    activities = graph.activities
+    columns = np.stack(
+        [
+            graph.rank[path.places].astype(np.int64),
+            activities.kind[path.places].astype(np.int64),
+            activities.phase[path.places].astype(np.int64),
+            activities.name[path.places].astype(np.int64),
+        ]
+    )
+    keys, part = np.unique(columns, axis=1, return_inverse=True)
+    sums_ns = np.bincount(part.ravel(), path.own_ns)
+    phases = (*graph.phases, "")
+    names = (*graph.names, "")
+    found = []
+    for (rank, kind, phase, name), ns in zip(keys.T.tolist(), sums_ns.tolist()):
+        word = describe_kind(kind)
+        found.append(PathPart(rank, word, phases[phase], names[name], ns / 1e6 / path.steps))
+    return tuple(sorted(found, key=lambda one: -one.ms))
+
+
+def describe_kind(kind: int) -> str:
+    """The word for a kind of activity."""
+    return ActivityKind(kind).name.lower()
