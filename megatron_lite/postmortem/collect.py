@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_lite.errors import UserError, describe_io_error
+from megatron_lite.postmortem.debug_dumps import is_debug_dump, read_debug_dump
 from megatron_lite.postmortem.elastic_errors import is_error_file, read_error_file
 from megatron_lite.postmortem.evidence import JobEvidence
 from megatron_lite.postmortem.flight_recordings import is_flight_recording, read_flight_recordings
@@ -50,6 +51,7 @@ class EvidenceReader:
 # the first that recognizes a file reads it; those that are surest come first
 EVIDENCE_READERS: tuple[EvidenceReader, ...] = (
     EvidenceReader("flight recordings", is_flight_recording, read_flight_recordings),
+    EvidenceReader("debug dumps", is_debug_dump, read_debug_dump),
     EvidenceReader("dumps of stacks", is_stack_file, read_stack_file),
     EvidenceReader("error files", is_error_file, read_error_file),
     EvidenceReader("records of ranks", is_ranks_file, read_ranks_file),
@@ -163,6 +165,7 @@ def unite_evidence(pieces: Sequence[JobEvidence]) -> JobEvidence:
         ends=tuple(one for piece in pieces for one in piece.ends),
         events=tuple(one for piece in pieces for one in piece.events),
         progress=tuple(one for piece in pieces for one in piece.progress),
+        unanswered=tuple(one for piece in pieces for one in piece.unanswered),
         world_size=max(sizes, default=None),
         unread=tuple(dict.fromkeys(unread)),
         read=dict(read),

@@ -259,6 +259,21 @@ class RankProgress:
 
 
 @dataclass(frozen=True)
+class UnansweredRequest:
+    """A rank that was asked for its state, and did not answer: torch.distributed.debug asks all ranks by HTTP."""
+
+    source: str
+    rank: int
+    # what the asking side saw: "TimeoutError", or which connection failed
+    why: str
+    # nothing listens where its server was: the process is gone. False: something does, and is silent. None: unknown
+    was_refused: bool | None = None
+    host: str | None = None
+    # seconds since 1970
+    asked_at: float | None = None
+
+
+@dataclass(frozen=True)
 class JobEvidence:
     """All that was read of one job."""
 
@@ -267,6 +282,7 @@ class JobEvidence:
     ends: tuple[ProcessEnd, ...] = ()
     events: tuple[LogEvent, ...] = ()
     progress: tuple[RankProgress, ...] = ()
+    unanswered: tuple[UnansweredRequest, ...] = ()
     # ranks of the job; None where nothing says so
     world_size: int | None = None
     # one line for each file, or part of one, that was there and could not be read
