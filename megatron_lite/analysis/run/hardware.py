@@ -37,13 +37,15 @@ class RanksHardware:
     """Figures of HardwareFigures over a run: means over samples, sums of events, extremes. NaN for unknown."""
 
     ranks: int = 0
-    figures: Mapping[str, Numbers] = field(default_factory=dict)  # [rank] by name, those that some rank has
+    figures: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # by name, a number for each rank
 
     def get(self, name: str) -> Numbers:
         """Numbers of all ranks, NaN for a rank that has none."""
         if name not in FIGURES:
             raise KeyError(name)
-        return self.figures.get(name, np.full(self.ranks, math.nan))
+        if name not in self.figures:
+            return np.full(self.ranks, math.nan)
+        return np.array(self.figures[name])
 
     def get_one(self, name: str, rank: int) -> float | None:
         """Number of one rank; None where it is not known."""
@@ -131,7 +133,7 @@ class HardwareTally:
             means = np.full(self._ranks, math.nan)
             np.divide(sums, weights, out=means, where=weights > 0)
             figures[name] = means
-        known = {name: values for name, values in figures.items() if not np.isnan(values).all()}
+        known = {name: tuple(values.tolist()) for name, values in figures.items() if not np.isnan(values).all()}
         return RanksHardware(self._ranks, known)
 
     def _forget(self, ranks: int) -> None:
