@@ -47,6 +47,10 @@ COMMANDS = {  # name: (module and function, which takes argv and may return an e
         "cli.report:run",
         "explain why a run is slow and why memory peaks: from run folders, traces, snapshots",
     ),
+    "postmortem": (
+        "cli.postmortem:run",
+        "say why a job failed or hangs: which rank, which line, what only followed",
+    ),
     "explain": ("cli.explain:run", "explain a finding of the report, or a kernel's name"),
     "compare": (
         "cli.report:compare_runs",

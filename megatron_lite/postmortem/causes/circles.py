@@ -1,0 +1,80 @@
+"""Ranks that wait for each other, each in a call that the other has not entered."""
+
+from collections import defaultdict
+
+from megatron_lite.postmortem.call_sites import Activity
+from megatron_lite.postmortem.causes.absent_ranks import WHICH_CALL, cite_places
+from megatron_lite.postmortem.causes.base import MAX_CITED, Confidence, Suspicion, cite_call, write_wait
+from megatron_lite.postmortem.causes.wait_times import is_brief, measure_wait
+from megatron_lite.postmortem.observed_job import ObservedJob
+from megatron_lite.postmortem.postmortem_results import FailureKind
+from megatron_lite.postmortem.rank_lists import name_ranks
+
+SAME_ORDER = "Make these calls in the same order on all ranks."
+MAX_SITES_NAMED = 3
+
+
+def find_circles(job: ObservedJob) -> list[Suspicion]:
+    """Find ranks whose recordings show that they wait for each other."""
+    circle = job.roots.circle
+    if not circle:
+        return []
+    waits = [job.waits[rank] for rank in circle]
+    first = waits[0]
+    other = next((wait for wait in waits if wait.title != first.title), waits[-1])
+    evidence = []
+    for wait in waits[:MAX_CITED]:
+        evidence.append(cite_call(job, wait.call, f"waits in {wait.title} for {name_ranks(wait.awaited)}"))
+    earliest = min(waits, key=lambda wait: wait.call.created_ns)
+    lasted = write_wait(measure_wait(job, earliest.call))
+    each = f"rank {first.rank} in {first.title}, rank {other.rank} in {other.title}"
+    is_guess = any(wait.is_guess for wait in waits)
+    return [
+        Suspicion(
+            kind=FailureKind.OTHER_ORDER,
+            ranks=circle,
+            headline=f"{job.name(circle)} wait for each other{lasted}: {each}",
+            confidence=Confidence.MEDIUM if is_guess else Confidence.HIGH,
+            evidence=tuple(evidence),
+            next_steps=(SAME_ORDER,),
+            onset=earliest.call.created_s,
+            collective=first.title,
+            call_site=first.call.call_site,
+            is_wait=True,
+            is_brief=is_brief(job, earliest.call),
+        )
+    ]
+
+
+def find_stack_circles(job: ObservedJob) -> list[Suspicion]:
+    """Find ranks that all wait, at different lines, as their stacks show; recordings would tell more."""
+    waiting = job.list_at(Activity.WAITS_FOR_RANKS)
+    if job.calls.recordings or len(waiting) < 2 or len(waiting) < len(job.places):
+        return []
+    by_site: dict[str, list[int]] = defaultdict(list)
+    for rank in waiting:
+        by_site[job.places[rank].call_site].append(rank)
+    if len(by_site) < 2:
+        return []
+    sizes = sorted(len(ranks) for ranks in by_site.values())
+    ranks = waiting
+    if sizes[0] < sizes[1]:
+        (ranks,) = (tuple(several) for several in by_site.values() if len(several) == sizes[0])
+    unread = job.list_unknown(waiting)
+    missing = [WHICH_CALL]
+    if unread:
+        missing.append(f"stacks of {name_ranks(unread)}: whether they wait, too.")
+    sites = " and ".join(list(by_site)[:MAX_SITES_NAMED])
+    return [
+        Suspicion(
+            kind=FailureKind.OTHER_ORDER,
+            ranks=ranks,
+            headline=f"all ranks wait for others, at different lines: {sites}",
+            confidence=Confidence.LOW if unread else Confidence.MEDIUM,
+            evidence=tuple(cite_places(job, waiting)),
+            next_steps=(SAME_ORDER,),
+            call_site=job.places[ranks[0]].call_site,
+            missing=tuple(missing),
+            is_wait=True,
+        )
+    ]

@@ -1,0 +1,146 @@
+"""Calls that all ranks of a group have entered: late, or without an end."""
+
+from collections.abc import Mapping, Sequence
+
+from megatron_lite.postmortem.causes.base import MAX_CITED, Confidence, Suspicion, cite_call, write_wait
+from megatron_lite.postmortem.causes.wait_times import is_brief, measure_wait
+from megatron_lite.postmortem.matched_calls import NANOSECONDS, EnteredCall, MatchedGroup
+from megatron_lite.postmortem.observed_job import ObservedJob
+from megatron_lite.postmortem.postmortem_results import FailureKind
+from megatron_lite.postmortem.rank_lists import does
+from megatron_lite.units import duration
+
+# a rank came late, not never, when it entered after the others had given up
+MIN_LATE_S = 1.0
+MILLISECONDS = 1e3
+ELSE_NETWORK = "the network between the ranks: lines of NCCL (NCCL_DEBUG=WARN) and counters of the links tell."
+ELSE_HOST = "the host of the rank was held up between the records of its call and of its start."
+ELSE_ROOT = "ranks called it with other roots, which recorders do not note."
+ELSE_MEMBER = "a rank of the group has not entered it: the recorder does not tell the group's ranks."
+LOOK = "Look at the GPUs (nvidia-smi, Xid lines of dmesg) and at the network between the machines."
+
+
+def find_late_ranks(job: ObservedJob) -> list[Suspicion]:
+    """Find ranks that entered a call only after the others had given up on it."""
+    found = []
+    for group in job.calls.groups:
+        calls = group.calls.get(group.entered_by_all, {})
+        late = _find_late(calls)
+        if late:
+            found.append(_suspect_late(job, group, calls, late))
+    return found
+
+
+def _find_late(calls: Mapping[int, EnteredCall]) -> list[EnteredCall]:
+    """Find who entered a call after the timeout of the first; [] where everybody came in time."""
+    if len(calls) < 2 or any(call.created_s is None for call in calls.values()):
+        return []
+    first = min(calls.values(), key=lambda call: call.created_ns)
+    limit_ms = first.call.timeout_ms
+    if limit_ms is None:
+        return []
+    limit_s = max(limit_ms / MILLISECONDS, MIN_LATE_S)
+    until_ns = first.created_ns + limit_s * NANOSECONDS
+    return [call for call in calls.values() if call.created_ns >= until_ns]
+
+
+def _suspect_late(
+    job: ObservedJob, group: MatchedGroup, calls: Mapping[int, EnteredCall], late: Sequence[EnteredCall]
+) -> Suspicion:
+    """Make a suspicion of ranks that came late to a call.
+
+    Args:
+        job: The job.
+        group: The group of the call.
+        calls: The call of each rank.
+        late: Those of the late ranks.
+    """
+    first = min(calls.values(), key=lambda call: call.created_ns)
+    ranks = tuple(sorted(call.rank for call in late))
+    behind = duration((late[0].created_ns - first.created_ns) / NANOSECONDS)
+    title = group.describe(late[0].name, late[0].number)
+    who = job.name(ranks)
+    evidence = [cite_call(job, first, f"entered {title} first")]
+    for call in late[:MAX_CITED]:
+        evidence.append(cite_call(job, call, f"entered it {behind} later"))
+    site = late[0].call_site or "the call"
+    return Suspicion(
+        kind=FailureKind.SLOW,
+        ranks=ranks,
+        headline=f"{who} entered {title} {behind} after the others, who had given up",
+        confidence=Confidence.MEDIUM if group.unread else Confidence.HIGH,
+        evidence=tuple(evidence),
+        next_steps=(f"Find what {who} does before {site}, or raise the timeout of the process group.",),
+        onset=first.created_s,
+        collective=title,
+        call_site=late[0].call_site,
+        is_wait=True,
+    )
+
+
+def find_stuck_calls(job: ObservedJob) -> list[Suspicion]:
+    """Find calls that all ranks of a group have entered, and none has completed."""
+    if job.waits:
+        return []
+    for group in job.calls.groups:
+        pending = _find_pending(group)
+        if pending and not group.unread:
+            return [_suspect_stuck(job, group, pending)]
+    return []
+
+
+def _find_pending(group: MatchedGroup) -> list[EnteredCall]:
+    """Find the first call that all have entered and nobody has left; [] without one."""
+    for number in group.numbers:
+        calls = list(group.calls[number].values())
+        is_pending = all(not call.has_ended for call in calls)
+        if is_pending and number <= group.entered_by_all:
+            return calls
+    return []
+
+
+def _suspect_stuck(job: ObservedJob, group: MatchedGroup, pending: Sequence[EnteredCall]) -> Suspicion:
+    """Make a suspicion of a call that nobody completes: of ranks whose device has not begun it, where some have not.
+
+    Args:
+        job: The job.
+        group: The group of the call.
+        pending: The call of each rank.
+    """
+    first = min(pending, key=lambda call: call.created_ns)
+    title = group.describe(first.name, first.number)
+    unstarted = tuple(sorted(call.rank for call in pending if not call.is_started))
+    kind = FailureKind.STUCK_IN_KERNEL
+    confidence = Confidence.MEDIUM
+    ranks: tuple[int, ...] = ()
+    said = f"all ranks have entered {title} and none has completed it"
+    alternatives = [ELSE_NETWORK]
+    if len(unstarted) == len(pending):
+        # the recorder does not watch the device, or there is none
+        kind = FailureKind.NETWORK
+        confidence = Confidence.LOW
+        alternatives = [ELSE_ROOT]
+        if group.members_are_guessed:
+            alternatives.append(ELSE_MEMBER)
+    elif unstarted:
+        ranks = unstarted
+        have = does(unstarted, "has", "have")
+        said = f"{job.name(unstarted)} {have} not begun {title} on the device, which the others run"
+        alternatives = [ELSE_HOST]
+    evidence = []
+    for call in pending[:MAX_CITED]:
+        evidence.append(cite_call(job, call, f"has entered {title}, state {call.call.state.value}"))
+    return Suspicion(
+        kind=kind,
+        ranks=ranks,
+        headline=said + write_wait(measure_wait(job, first)),
+        confidence=confidence,
+        evidence=tuple(evidence),
+        next_steps=(LOOK,),
+        onset=first.created_s,
+        collective=title,
+        call_site=first.call_site,
+        alternatives=tuple(alternatives),
+        is_wait=True,
+        is_brief=is_brief(job, first),
+    )

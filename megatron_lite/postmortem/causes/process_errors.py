@@ -1,0 +1,288 @@
+"""Processes that ended of their own: by an exception, by a signal, or with an exit code and no words."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from megatron_lite.postmortem.call_sites import LOADERS, OWN_DATA, find_call_site
+from megatron_lite.postmortem.causes.base import (
+    MAX_CITED,
+    Confidence,
+    Suspicion,
+    cite_end,
+    cut,
+    quote_some,
+    write_at,
+)
+from megatron_lite.postmortem.evidence import EventKind, LogEvent, StackFrame
+from megatron_lite.postmortem.observed_job import ObservedJob
+from megatron_lite.postmortem.postmortem_results import FailureKind
+from megatron_lite.postmortem.rank_ends import ABORT, KILL, EndKind, RankEnd, name_signal
+from megatron_lite.postmortem.rank_lists import find_earliest, list_ranks
+
+DEVICE_MEMORY = re.compile(
+    r"OutOfMemoryError|(?:CUDA|HIP|XPU|MPS) out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|"
+    r"cuda ?Malloc.*out of memory",
+    re.IGNORECASE,
+)
+HOST_MEMORY = re.compile(r"^MemoryError|Cannot allocate memory|can't allocate memory|bad_alloc|DefaultCPUAllocator")
+LOADER = re.compile(r"DataLoader worker|pin memory thread")
+HARDWARE = re.compile(r"uncorrectable ECC|fell off|GPU is lost|hardware", re.IGNORECASE)
+DEVICE = re.compile(
+    r"CUDA error: (?:an illegal memory|unspecified launch|misaligned|unknown error)|illegal memory access|"
+    r"unspecified launch failure|" + HARDWARE.pattern,
+    re.IGNORECASE,
+)
+DIVERGENCE = re.compile(
+    r"\b(?:loss|norm|grad\w*)\b.{0,40}\b(?:nan|inf|not finite|non-finite)\b|FloatingPointError", re.IGNORECASE
+)
+# in this order: the first that matches decides
+CLASSES = (
+    (FailureKind.DEVICE_MEMORY, DEVICE_MEMORY),
+    (FailureKind.HOST_MEMORY, HOST_MEMORY),
+    (FailureKind.DATA_LOADER, LOADER),
+    (FailureKind.DEVICE_FAULT, DEVICE),
+    (FailureKind.DIVERGED, DIVERGENCE),
+)
+LOWER_HOST_MEMORY = "Lower num_workers, prefetch_factor or what each process holds on the host, or ask for more memory."
+LOWER_DEVICE_MEMORY = (
+    "Lower the micro-batch or turn on recomputation; `megatron-lite report` on a memory snapshot says what holds the "
+    "memory."
+)
+NEXT_STEPS = {
+    FailureKind.USER_EXCEPTION: "Mend what the exception names{at}, then start again from the newest checkpoint.",
+    FailureKind.DATA_LOADER: "Read the sample or file that the loader was at{at}; num_workers=0 shows its traceback.",
+    FailureKind.DEVICE_MEMORY: LOWER_DEVICE_MEMORY,
+    FailureKind.HOST_MEMORY: LOWER_HOST_MEMORY,
+    FailureKind.DEVICE_FAULT: "Run once with CUDA_LAUNCH_BLOCKING=1; if only one machine fails, drain that one.",
+    FailureKind.DIVERGED: "Look at the batch, the learning rate and the gradients of the steps before.",
+}
+A_KERNEL = "a kernel of the program reads beyond its tensors: CUDA_LAUNCH_BLOCKING=1 names it."
+WHICH_RANK = "which rank it was: torchrun --log-dir DIR --tee 3 marks each line with its rank."
+
+
+def find_exceptions(job: ObservedJob) -> list[Suspicion]:
+    """Find ranks that ended with an exception of their own, alike ones together."""
+    alike: dict[tuple[FailureKind, str, str], list[RankEnd]] = defaultdict(list)
+    for end in _list_own_errors(job):
+        key = (classify_exception(end), end.error, find_call_site(end.frames))
+        alike[key].append(end)
+    found = []
+    for (kind, _, site), ends in alike.items():
+        found.append(_suspect_exception(job, kind, site, ends))
+    return found
+
+
+def classify_exception(end: RankEnd) -> FailureKind:
+    """Find the class of failure that an exception speaks of."""
+    said = f"{end.error}: {end.message}"
+    for kind, pattern in CLASSES:
+        if pattern.search(said):
+            return kind
+    if any(_is_of_loader(frame) for frame in end.frames):
+        return FailureKind.DATA_LOADER
+    return FailureKind.USER_EXCEPTION
+
+
+def _is_of_loader(frame: StackFrame) -> bool:
+    return LOADERS.search(frame.file) is not None or OWN_DATA.search(frame.file) is not None
+
+
+def find_first_seen(job: ObservedJob) -> int | None:
+    """Find the rank that the launcher saw fail first; None where it names none, or several."""
+    ranks = list_ranks(job.list_events(EventKind.LAUNCHER_SAW_FAILURE))
+    return ranks[0] if len(ranks) == 1 else None
+
+
+def _list_own_errors(job: ObservedJob) -> Iterator[RankEnd]:
+    """The exceptions of ranks; one whose rank nothing tells is of the rank that the launcher saw fail first."""
+    of_ranks = [end for end in job.ends if end.kind is EndKind.OWN_ERROR and end.rank is not None]
+    yield from of_ranks
+    said = {end.words for end in of_ranks}
+    first = find_first_seen(job)
+    for end in job.unplaced_ends:
+        # a log that several ranks share repeats what an error file says
+        if end.kind is not EndKind.OWN_ERROR or end.words in said:
+            continue
+        if first is not None and not of_ranks:
+            yield replace(end, rank=first)
+        else:
+            yield end
+
+
+def _suspect_exception(job: ObservedJob, kind: FailureKind, site: str, ends: Sequence[RankEnd]) -> Suspicion:
+    """Make one suspicion of alike exceptions.
+
+    Args:
+        job: The job.
+        kind: What they speak of.
+        site: The line of the program that they come from.
+        ends: The ends of the ranks.
+    """
+    ranks = list_ranks(ends)
+    first = min(ends, key=lambda end: (end.at is None, end.at or 0.0))
+    at = write_at(site)
+    confidence = Confidence.HIGH
+    alternatives: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    if not ranks:
+        confidence = Confidence.MEDIUM
+        missing = (WHICH_RANK,)
+    if kind is FailureKind.DEVICE_FAULT and not HARDWARE.search(first.message):
+        confidence = Confidence.MEDIUM
+        alternatives = (A_KERNEL,)
+    return Suspicion(
+        kind=kind,
+        ranks=ranks,
+        headline=f"{job.name(ranks)} ended with {first.words}{at}",
+        confidence=confidence,
+        evidence=tuple(cite_end(job, end, f"ended with {end.words}") for end in ends[:MAX_CITED]),
+        next_steps=(NEXT_STEPS[kind].format(at=at),),
+        onset=first.at,
+        call_site=site,
+        alternatives=alternatives,
+        missing=missing,
+        hosts=tuple(sorted({end.host for end in ends if end.host})),
+    )
+
+
+def find_deaths(job: ObservedJob) -> list[Suspicion]:
+    """Find processes that were gone without an error of their own."""
+    alike: dict[tuple[EndKind, int], list[RankEnd]] = defaultdict(list)
+    for end in job.ends:
+        if end.exit_code is not None and _is_death(job, end):
+            alike[end.kind, end.exit_code].append(end)
+    found = [_suspect_death(job, kind, code, ends) for (kind, code), ends in alike.items()]
+    gone = tuple(rank for rank, one in job.ranks.items() if one.process_state == "dead")
+    if gone:
+        headline = f"{job.name(gone)} died: the process is gone without a word"
+        found.append(Suspicion(FailureKind.DIED, gone, headline, Confidence.HIGH))
+    return found
+
+
+def _is_death(job: ObservedJob, end: RankEnd) -> bool:
+    """Whether an end is a death of its own: not by a library that gave up on others, nor by who ended the job."""
+    if end.kind not in (EndKind.SIGNAL, EndKind.CODE):
+        return False
+    observed = None if end.rank is None else job.ranks.get(end.rank)
+    gave_up = observed is not None and observed.has_event(EventKind.COLLECTIVE_TIMEOUT)
+    return not (gave_up and end.exit_code in ABORT)
+
+
+def _suspect_death(job: ObservedJob, kind: EndKind, code: int, ends: Sequence[RankEnd]) -> Suspicion:
+    """Make one suspicion of processes that ended alike.
+
+    Args:
+        job: The job.
+        kind: By a signal, or with an exit code.
+        code: The signal or code, as Python has it.
+        ends: The ends of the ranks.
+    """
+    ranks = list_ranks(ends)
+    who = job.name(ranks)
+    how = f"by {name_signal(code)}" if kind is EndKind.SIGNAL else f"with {name_signal(code)}"
+    with_frames = [end for end in ends if end.frames]
+    suspicion = Suspicion(
+        kind=FailureKind.DIED,
+        ranks=ranks,
+        headline=f"{who} died {how}, without an error of its own",
+        confidence=Confidence.HIGH if ranks else Confidence.MEDIUM,
+        evidence=tuple(cite_end(job, end, f"ended {how}") for end in ends[:MAX_CITED]),
+        next_steps=("Look at the last lines of its log, and for a core file.",),
+        onset=find_earliest(end.at for end in ends),
+        hosts=tuple(sorted({end.host for end in ends if end.host})),
+        is_abort=code in ABORT,
+        call_site=find_call_site(with_frames[0].frames) if with_frames else "",
+    )
+    if code in KILL:
+        return _name_killers(job, suspicion)
+    if kind is EndKind.CODE and not _has_logs(job):
+        return _doubt_words(suspicion, code, f"{who} ended {how}; what it said was not read")
+    return suspicion
+
+
+def _name_killers(job: ObservedJob, suspicion: Suspicion) -> Suspicion:
+    """Name who may have killed a process, which only the kernel's log tells."""
+    look = "Look who sent SIGKILL: `dmesg -T | grep -i oom` on its machine, the batch system, a person."
+    suspicion = replace(suspicion, next_steps=(look,))
+    if any("kernel" in kind for kind in job.evidence.read):
+        return suspicion
+    missing = "the kernel's log (dmesg) of its machine: whether it was killed for want of memory."
+    doubt = "the kernel killed it for want of memory."
+    return replace(suspicion, missing=(missing,), alternatives=(doubt,))
+
+
+def _doubt_words(suspicion: Suspicion, code: int, headline: str) -> Suspicion:
+    """Say of an exit code that its reason was not read: Python's for any exception is 1."""
+    kind = FailureKind.USER_EXCEPTION if code == 1 else FailureKind.DIED
+    missing = "its console log, whose traceback names the line: torchrun --log-dir DIR --tee 3 keeps it."
+    return replace(suspicion, kind=kind, headline=headline, confidence=Confidence.LOW, missing=(missing,))
+
+
+def _has_logs(job: ObservedJob) -> bool:
+    """Whether what ranks wrote was read; ranks that tell of themselves have no logs."""
+    return not job.evidence.read or any("log" in kind for kind in job.evidence.read)
+
+
+def find_lost_memory(job: ObservedJob) -> list[Suspicion]:
+    """Find processes that the kernel, or a batch system, killed for want of memory."""
+    events = job.list_events(EventKind.HOST_OUT_OF_MEMORY)
+    if not events:
+        return []
+    ranks = _find_killed(job, events)
+    whom = job.name(ranks) if ranks else "a process of the job"
+    loaders = list_ranks(job.list_events(EventKind.LOADER_FAILED))
+    if not ranks and loaders:
+        ranks = loaders
+        whom = f"a loader's worker of {job.name(loaders)}"
+    return [
+        Suspicion(
+            kind=FailureKind.HOST_MEMORY,
+            ranks=ranks,
+            headline=f"the machine had no memory left, and {whom} was killed",
+            confidence=Confidence.HIGH if ranks else Confidence.MEDIUM,
+            evidence=quote_some(events),
+            next_steps=(LOWER_HOST_MEMORY,),
+            onset=find_earliest(event.at for event in events),
+            hosts=tuple(sorted({event.host for event in events if event.host})),
+        )
+    ]
+
+
+def _find_killed(job: ObservedJob, events: Sequence[LogEvent]) -> tuple[int, ...]:
+    """Find the ranks that want of memory killed: named ones, else those that SIGKILL ended on these machines."""
+    named = list_ranks(events)
+    if named:
+        return named
+    hosts = {event.host for event in events if event.host}
+    killed = []
+    for end in job.ends:
+        is_there = not hosts or not end.host or end.host in hosts
+        if end.exit_code in KILL and is_there:
+            killed.append(end)
+    return list_ranks(killed)
+
+
+def find_lost_loaders(job: ObservedJob) -> list[Suspicion]:
+    """Find loaders whose worker died or did not answer."""
+    events = job.list_events(EventKind.LOADER_FAILED)
+    if not events:
+        return []
+    ranks = list_ranks(events)
+    sites = [find_call_site(end.frames) for end in job.ends if end.rank in ranks and end.frames]
+    site = sites[0] if sites else ""
+    missing: tuple[str, ...] = () if ranks else (WHICH_RANK,)
+    return [
+        Suspicion(
+            kind=FailureKind.DATA_LOADER,
+            ranks=ranks,
+            headline=f"the data loader of {job.name(ranks)} failed{write_at(site)}: {cut(events[0].text)}",
+            confidence=Confidence.HIGH if ranks else Confidence.MEDIUM,
+            evidence=quote_some(events),
+            next_steps=(NEXT_STEPS[FailureKind.DATA_LOADER].format(at=write_at(site)),),
+            onset=find_earliest(event.at for event in events),
+            call_site=site,
+            missing=missing,
+        )
+    ]

@@ -1,0 +1,169 @@
+"""How each rank's process ended: of its own, by a signal, or because of others."""
+
+import enum
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_lite.postmortem.evidence import ProcessEnd, StackFrame
+from megatron_lite.postmortem.rank_lists import find_earliest
+
+# what libraries say when other ranks are gone or late
+LOST_OTHERS = re.compile(
+    r"Connection (?:closed|reset) by (?:remote )?peer|Broken pipe|Connection refused|pair closure|gloo/transport|"
+    r"Timed? ?out waiting|timed out|connectFullMesh failed|remote process has terminated|ncclRemoteError|"
+    r"ncclSystemError|Socket Timeout|wait timeout|watchdog|NCCL communicator was aborted|Rank \d+ .*monitoredBarrier|"
+    r"store might be down|failed to recv, got 0 bytes|unhandled system error|remote error",
+    re.IGNORECASE,
+)
+LIBRARY_CLASSES = ("DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "RanksError")
+# what libraries say when ranks do not agree on a call
+DISAGREEMENT = re.compile(
+    r"mismatch between collectives|collectives? differ|collective mismatch|enforce fail|preamble\.length|"
+    r"inconsistent \d* ?params|verif\w* (?:model )?(?:params|parameter)|DDP expects same model|ncclInvalidArgument|"
+    r"ncclInvalidUsage|Received data size doesn't match",
+    re.IGNORECASE,
+)
+ENDED_BY_OTHERS = ("SignalException", "KeyboardInterrupt", "RanksError")
+POLITE_SIGNALS = (-signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGINT)
+# a batch system or a launcher that loses its patience; also the kernel for want of memory
+KILL = (-signal.SIGKILL, 128 + signal.SIGKILL)
+ABORT = (-signal.SIGABRT, 128 + signal.SIGABRT)
+WORST_MESSAGE = 300
+
+
+class EndKind(enum.Enum):
+    """The kinds of ends of a process."""
+
+    WELL = "ended well"
+    # an exception that speaks of this rank alone
+    OWN_ERROR = "exception"
+    # ranks did not agree on a call, as a library saw
+    DISAGREEMENT = "disagreement"
+    # others were gone or late
+    LOST_OTHERS = "lost others"
+    # asked to end, by a launcher or a person
+    ENDED = "was ended"
+    SIGNAL = "signal"
+    # an exit code without words
+    CODE = "exit code"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """How a rank's process ended, all that was said of it in one."""
+
+    kind: EndKind
+    # the best source of it
+    source: str
+    rank: int | None
+    host: str = ""
+    pid: int | None = None
+    exit_code: int | None = None
+    error: str = ""
+    message: str = ""
+    frames: tuple[StackFrame, ...] = ()
+    # seconds since 1970
+    at: float | None = None
+
+    @property
+    def words(self) -> str:
+        """The exception in a line: "ValueError: no such shard"; "" where there is none."""
+        first = self.message.strip().splitlines()[0] if self.message.strip() else ""
+        first = first[:WORST_MESSAGE]
+        if not self.error or first.startswith(self.error):
+            return first
+        return f"{self.error}: {first}" if first else self.error
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether it only followed others."""
+        return self.kind in (EndKind.LOST_OTHERS, EndKind.ENDED)
+
+
+def name_signal(code: int) -> str:
+    """Write an exit code as people know it: -9 and 137 are "SIGKILL", 3 is "exit code 3"."""
+    number = -code if code < 0 else code - 128
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"exit code {code}"
+
+
+def classify_end(end: ProcessEnd) -> EndKind:
+    """Find out of what kind an end is."""
+    name = end.error.rpartition(".")[2]
+    said = f"{end.error} {end.message}"
+    if name in ENDED_BY_OTHERS:
+        return EndKind.ENDED
+    if end.error or end.message:
+        if DISAGREEMENT.search(said):
+            return EndKind.DISAGREEMENT
+        if end.is_consequence or (end.is_consequence is None and _tells_of_others(name, said)):
+            return EndKind.LOST_OTHERS
+        if end.error:
+            return EndKind.OWN_ERROR
+    code = end.exit_code
+    if code == 0:
+        return EndKind.WELL
+    if code is None:
+        return EndKind.ENDED if end.is_consequence else EndKind.UNKNOWN
+    if end.is_consequence or code in POLITE_SIGNALS:
+        return EndKind.ENDED
+    is_signal = code < 0 or name_signal(code).startswith("SIG")
+    return EndKind.SIGNAL if is_signal else EndKind.CODE
+
+
+def _tells_of_others(name: str, said: str) -> bool:
+    """Whether an error is a library's, on ranks that are gone or late; the program may time out, too."""
+    is_of_library = name in LIBRARY_CLASSES or name in ("RuntimeError", "", "TimeoutError", "ConnectionError")
+    return is_of_library and LOST_OTHERS.search(said) is not None
+
+
+# which of several records of one end says most
+TELLING = (
+    EndKind.OWN_ERROR,
+    EndKind.DISAGREEMENT,
+    EndKind.LOST_OTHERS,
+    EndKind.ENDED,
+    EndKind.SIGNAL,
+    EndKind.CODE,
+    EndKind.UNKNOWN,
+    EndKind.WELL,
+)
+
+
+def _order_ends(end: ProcessEnd) -> tuple[int, int]:
+    """Order records by what they tell, then by how long their tracebacks are."""
+    return TELLING.index(classify_end(end)), -len(end.frames)
+
+
+def unite_ends(ends: Sequence[ProcessEnd]) -> RankEnd:
+    """Unite the records of one process's end: a traceback, an error file, what a launcher saw.
+
+    Args:
+        ends: At least one record.
+    """
+    records = sorted(ends, key=_order_ends)
+    best = records[0]
+    with_frames = [end for end in records if end.frames]
+    return RankEnd(
+        kind=classify_end(best),
+        source=best.source,
+        rank=best.rank,
+        host=next((end.host for end in records if end.host), ""),
+        pid=next((end.pid for end in records if end.pid is not None), None),
+        exit_code=_choose_code(records),
+        error=best.error,
+        message=best.message,
+        frames=with_frames[0].frames if with_frames else (),
+        at=find_earliest(end.ended_at for end in records),
+    )
+
+
+def _choose_code(records: Sequence[ProcessEnd]) -> int | None:
+    """Choose the exit code: that of the record that tells most, else any."""
+    codes = [end.exit_code for end in records if end.exit_code is not None]
+    return codes[0] if codes else None
