@@ -6,6 +6,7 @@ in time is the cause.
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megatron_lite.postmortem.causes.absent_ranks import RECORD, find_absent_ranks
 from megatron_lite.postmortem.causes.base import Confidence, Rule, Suspicion
@@ -34,7 +35,7 @@ from megatron_lite.postmortem.evidence import EventKind, JobEvidence
 from megatron_lite.postmortem.observed_job import ObservedJob, observe_job
 from megatron_lite.postmortem.postmortem_results import Fact, FailureKind, Postmortem
 from megatron_lite.postmortem.rank_ends import EndKind, RankEnd
-from megatron_lite.postmortem.rank_lists import list_ranks, name_ranks
+from megatron_lite.postmortem.rank_lists import find_earliest, list_ranks, name_ranks
 from megatron_lite.postmortem.rank_rows import build_rows
 
 RULES: tuple[Rule, ...] = (
@@ -65,7 +66,6 @@ REASONS = {
     FailureKind.DATA_LOADER: (FailureKind.USER_EXCEPTION, FailureKind.DIED),
     FailureKind.DEVICE_MEMORY: (FailureKind.USER_EXCEPTION, FailureKind.DIED),
     FailureKind.USER_EXCEPTION: (FailureKind.DIED,),
-    FailureKind.DIVERGED: (FailureKind.USER_EXCEPTION, FailureKind.DIED),
 }
 # between two clocks, and of records that know whole seconds only
 SAME_MOMENT_S = 1.0
@@ -96,11 +96,39 @@ def conclude(evidence: JobEvidence) -> Postmortem:
         One verdict, with what shows it, what only followed, and what is missing.
     """
     job = observe_job(evidence)
-    suspicions = [suspicion for rule in RULES for suspicion in rule(job)]
+    suspicions: list[Suspicion] = []
+    for rule in RULES:
+        for suspicion in rule(job):
+            _add_suspicion(suspicions, suspicion)
     if not suspicions:
         return _conclude_nothing(job)
     cause, rivals, consequences = choose_cause(job, suspicions)
     return _write_postmortem(job, cause, rivals, consequences)
+
+
+def _add_suspicion(suspicions: list[Suspicion], suspicion: Suspicion) -> None:
+    """Add a suspicion; to one of the same class and rank only its facts are added, and the surer one stays."""
+    for place, former in enumerate(suspicions):
+        is_alike = former.kind is suspicion.kind and former.is_wait == suspicion.is_wait
+        if is_alike and _are_together(former, suspicion):
+            suspicions[place] = _unite_suspicions(former, suspicion)
+            return
+    suspicions.append(suspicion)
+
+
+def _unite_suspicions(former: Suspicion, latter: Suspicion) -> Suspicion:
+    """Unite two suspicions of one thing: the surer one with the facts of both."""
+    best, other = sorted((former, latter), key=_measure_strength, reverse=True)
+    return replace(
+        best,
+        evidence=(*best.evidence, *other.evidence),
+        call_site=best.call_site or other.call_site,
+        onset=find_earliest((best.onset, other.onset)),
+    )
+
+
+def _measure_strength(suspicion: Suspicion) -> tuple[Confidence, bool]:
+    return suspicion.confidence, bool(suspicion.call_site)
 
 
 def choose_cause(
@@ -145,7 +173,7 @@ def explains(one: Suspicion, other: Suspicion) -> bool:
     if other.kind is FailureKind.NONE:
         return True
     if one.kind is FailureKind.NONE or one.kind in MAY_BE_HARMLESS:
-        return other.kind in REASONS.get(one.kind, ()) and _are_together(one, other)
+        return False
     if other.kind in REASONS.get(one.kind, ()) and _are_together(one, other):
         return not _is_much_later(one, other)
     if one.kind in REASONS.get(other.kind, ()) and _are_together(one, other):
@@ -219,7 +247,7 @@ def _write_postmortem(
     if serious:
         confidence = min(confidence, Confidence.MEDIUM if _is_clearly_first(cause, serious) else Confidence.LOW)
     missing = [*cause.missing, *_list_missing(job, cause)]
-    alternatives = [*cause.alternatives, *(f"{one.kind.value}: {one.headline}" for one in serious)]
+    alternatives = [*cause.alternatives, *(f"{one.kind.value}: {one.headline}" for one in rivals)]
     evidence = [*cause.evidence, *_corroborate(job, cause)]
     return Postmortem(
         kind=cause.kind,

@@ -21,6 +21,9 @@ from megatron_lite.postmortem.evidence import (
 )
 
 COALESCED = "coalesced"
+# of a call that only a group's count tells of
+UNNAMED_CALL = "collective"
+UNKNOWN_RECORD = 2**60
 DEFAULT_NAMES = ("0", "")
 DEFAULT_DESCRIPTION = "default_pg"
 NANOSECONDS = 1e9
@@ -357,6 +360,8 @@ class _GroupMatcher:
                 matched.calls.setdefault(call.number, {})[rank] = call
                 last = max(last, call.number)
         progress = recording.progress.get(name, GroupProgress())
+        for counted in _list_uncited(name, progress, last):
+            matched.calls.setdefault(counted.number, {})[rank] = EnteredCall(rank, counted)
         last = max(last, progress.enqueued or 0)
         # a file without calls that have ended does not tell how far the group is
         if last or not recording.is_only_active:
@@ -370,6 +375,28 @@ class _GroupMatcher:
                 continue
             if not recording.is_only_active and not recording.has_forgotten:
                 matched.last[rank] = 0
+
+
+def _list_uncited(group: str, progress: GroupProgress, last: int) -> list[RecordedCall]:
+    """List the calls of which only numbers are known: the first that a rank waits in, and the last that it entered.
+
+    Args:
+        group: The name of the group.
+        progress: The numbers.
+        last: The number of the last call that is recorded itself.
+    """
+    enqueued = progress.enqueued or 0
+    completed = progress.completed
+    numbers = {enqueued}
+    if completed is not None and completed < enqueued:
+        numbers.add(max(completed, 0) + 1)
+    calls = []
+    for number in sorted(numbers):
+        if number > last:
+            has_ended = completed is not None and number <= completed
+            state = CallState.COMPLETED if has_ended else CallState.SCHEDULED
+            calls.append(RecordedCall(group, number, UNNAMED_CALL, state, record=UNKNOWN_RECORD + number))
+    return calls
 
 
 def _forget_old_recordings(matched: MatchedGroup) -> None:

@@ -92,7 +92,7 @@ def _build_ranks(found: Postmortem, everything: bool) -> Table:
     for first, *others in shown:
         title = f"rank {first.rank}"
         if others:
-            title += f" and {len(others):,} more alike"
+            title += f" ({len(others):,} more alike)"
         rows.append(
             (
                 title,

@@ -144,11 +144,13 @@ def _find_by_logs(job: ObservedJob) -> Absence | None:
     """Find ranks that gave up on nobody while others say that they waited too long."""
     gave_up = set()
     others = set(job.list_unknown(job.ranks))
-    for rank, one in job.ranks.items():
+    # a recording would show who is absent
+    unrecorded = [one for rank, one in job.ranks.items() if rank not in job.calls.recordings]
+    for one in unrecorded:
         if _has_timed_out(one):
-            gave_up.add(rank)
+            gave_up.add(one.rank)
         elif not _has_lost_others(one):
-            others.add(rank)
+            others.add(one.rank)
     if not others or len(others) > len(gave_up):
         return None
     return Absence(tuple(sorted(others)), tuple(sorted(gave_up)), by_log_only=True)
@@ -302,7 +304,7 @@ def _weigh(absence: Absence, place: StackPlace | None) -> tuple[Confidence, tupl
         limits.append(Confidence.MEDIUM)
     if place is None:
         named = name_ranks(absence.ranks)
-        missing.append(f"stacks of {named} (py-spy dump --pid PID): the line at which {named} stands.")
+        missing.append(f"stacks of {named} (py-spy dump --pid PID): the line of the program.")
     if absence.wait and absence.wait.group and absence.wait.group.members_are_guessed:
         limits.append(Confidence.MEDIUM)
         missing.append(WHICH_MEMBERS)

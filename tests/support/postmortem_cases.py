@@ -1,0 +1,474 @@
+"""Made evidence of failed jobs: for each class of failure cases with their answer, and near misses."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron_lite.postmortem.evidence import EventKind, JobEvidence
+from megatron_lite.postmortem.postmortem_results import FailureKind as Kind
+from support.evidence_maker import LOADER, STEP, WAIT, MadeJob, frame
+
+LOST = "[pair.cc:553] Connection closed by peer [127.0.0.1]:18593"
+TIMED_OUT = "[unbound_buffer.cc:78] Timed out waiting 6000ms for recv operation to complete"
+SLEEP = (frame(33, "prepare"), frame(12, "main"))
+
+
+@dataclass(frozen=True)
+class Expected:
+    kind: Kind
+    ranks: tuple[int, ...] = ()
+    # the confidence, or the highest that is allowed where it begins with "at most"
+    confidence: str = ""
+    call_site: str | None = None
+
+
+CASES: dict[str, tuple[Callable[[], JobEvidence], Expected]] = {}
+
+
+def case(expected: Expected) -> Callable[[Callable[[], JobEvidence]], Callable[[], JobEvidence]]:
+    def add(make: Callable[[], JobEvidence]) -> Callable[[], JobEvidence]:
+        CASES[make.__name__] = (make, expected)
+        return make
+
+    return add
+
+
+def steps(world_size: int, number: int = 5, backend: str = "gloo") -> MadeJob:
+    job = MadeJob(world_size, backend)
+    for _ in range(number):
+        job.call()
+    return job
+
+
+def follow(job: MadeJob, ranks: list[int], message: str = LOST) -> None:
+    for rank in ranks:
+        job.end(rank, exit_code=1, error="RuntimeError", message=message, after_s=2.0)
+
+
+# --- never entered
+
+
+@case(Expected(Kind.NEVER_ENTERED, (2,), "high", "train.py:33 in prepare"))
+def a_rank_sleeps() -> JobEvidence:
+    job = steps(4)
+    job.call(ranks=[0, 1, 3], ended=False)
+    job.stack(2, *SLEEP)
+    for rank in (0, 1, 3):
+        job.stack(rank, WAIT, frame(*STEP))
+    return job.evidence()
+
+
+@case(Expected(Kind.NEVER_ENTERED, (2,), "at most medium"))
+def a_rank_sleeps_without_its_stack() -> JobEvidence:
+    job = steps(4)
+    job.call(ranks=[0, 1, 3], ended=False)
+    return job.evidence()
+
+
+@case(Expected(Kind.NEVER_ENTERED, (1,), "at most medium", "train.py:33 in prepare"))
+def only_stacks_tell() -> JobEvidence:
+    job = MadeJob(2)
+    job.stack(0, WAIT, frame(*STEP))
+    job.stack(1, *SLEEP)
+    return job.evidence()
+
+
+@case(Expected(Kind.NEVER_ENTERED, (3,), "at most low"))
+def one_recording_is_missing() -> JobEvidence:
+    job = steps(4)
+    job.call(ranks=[0, 1, 2], ended=False)
+    return job.evidence(without=[3])
+
+
+@case(Expected(Kind.NEVER_ENTERED, (1,)))
+def a_rank_leaves_its_loop_early() -> JobEvidence:
+    job = steps(2)
+    job.call(ranks=[0])
+    job.end(1, exit_code=0)
+    follow(job, [0])
+    return job.evidence()
+
+
+@case(Expected(Kind.NEVER_ENTERED, (3,), "high"))
+def a_chain_over_groups() -> JobEvidence:
+    job = MadeJob(4)
+    job.group("1", [0, 1])
+    job.group("2", [2, 3])
+    for _ in range(3):
+        job.call(ranks=[0, 1], group="1")
+        job.call(ranks=[2, 3], group="2")
+        job.call()
+    job.call(ranks=[2], group="2", ended=False)
+    job.call(ranks=[0, 1], ended=False)
+    job.stack(3, *SLEEP)
+    return job.evidence()
+
+
+@case(Expected(Kind.NEVER_ENTERED, (2,), "at most medium"))
+def a_chain_of_messages() -> JobEvidence:
+    job = MadeJob(3, "nccl")
+    job.message(0, 0, 1, ended=True)
+    job.message(1, 0, 1, ended=True)
+    job.message(2, 1, 2, ended=True)
+    job.message(1, 1, 2, ended=True)
+    job.message(0, 1, 0)
+    job.message(1, 2, 1)
+    return job.evidence()
+
+
+@case(Expected(Kind.NEVER_ENTERED, (1,), "at most low"))
+def only_logs_tell() -> JobEvidence:
+    job = MadeJob(2)
+    follow(job, [0], TIMED_OUT)
+    job.end(1, exit_code=-15, is_consequence=True)
+    return job.evidence()
+
+
+# --- other arguments, other order
+
+
+@case(Expected(Kind.OTHER_ARGUMENTS, (1,), "high", "train.py:88 in step"))
+def other_shapes() -> JobEvidence:
+    job = steps(4)
+    job.call(shapes={1: (12,)}, ended=False)
+    return job.evidence()
+
+
+@case(Expected(Kind.OTHER_ARGUMENTS, (1,), "high"))
+def other_shapes_of_two_against_habit() -> JobEvidence:
+    job = steps(2)
+    job.call(shapes={1: (12,)}, ended=False)
+    return job.evidence()
+
+
+@case(Expected(Kind.OTHER_ARGUMENTS, (0, 1), "at most medium"))
+def other_shapes_of_two_at_once() -> JobEvidence:
+    job = MadeJob(2)
+    job.call(shapes={1: (12,)}, ended=False)
+    return job.evidence()
+
+
+@case(Expected(Kind.OTHER_ARGUMENTS, (3,), "high"))
+def other_types() -> JobEvidence:
+    job = steps(4)
+    job.call(types={3: "BFloat16"}, ended=False)
+    return job.evidence()
+
+
+@case(Expected(Kind.OTHER_ARGUMENTS, (1,), "high"))
+def other_shapes_and_an_abort() -> JobEvidence:
+    job = steps(3)
+    job.call(shapes={1: (12,)})
+    job.end(0, exit_code=-6)
+    follow(job, [1, 2])
+    return job.evidence()
+
+
+@case(Expected(Kind.NONE, (), "high"))
+def all_to_all_of_other_amounts() -> JobEvidence:
+    job = steps(2)
+    job.call("all_to_all", shapes={1: (12,)})
+    job.end(0, exit_code=0)
+    job.end(1, exit_code=0)
+    return job.evidence()
+
+
+@case(Expected(Kind.OTHER_ORDER, (1,), "high"))
+def two_calls_swapped() -> JobEvidence:
+    job = MadeJob(3)
+    for _ in range(3):
+        job.call("all_reduce", site=(10, "step"))
+        job.call("broadcast", site=(11, "step"))
+    job.call(names={1: "broadcast"}, sites={1: (11, "step")}, site=(10, "step"), ended=False)
+    return job.evidence()
+
+
+@case(Expected(Kind.OTHER_ORDER, (1,), "high"))
+def two_calls_swapped_of_two_ranks() -> JobEvidence:
+    job = MadeJob(2)
+    for _ in range(3):
+        job.call("all_reduce", site=(10, "step"))
+        job.call("broadcast", site=(11, "step"))
+    job.call(names={1: "broadcast"}, sites={1: (11, "step")}, site=(10, "step"), ended=False)
+    return job.evidence()
+
+
+@case(Expected(Kind.OTHER_ORDER, (0, 1), "high"))
+def two_groups_in_another_order() -> JobEvidence:
+    job = MadeJob(2, "nccl")
+    job.group("1", [0, 1])
+    job.group("2", [0, 1])
+    job.call(group="1")
+    job.call(group="2")
+    job.call(ranks=[0], group="1", ended=False)
+    job.call(ranks=[1], group="2", ended=False)
+    return job.evidence()
+
+
+@case(Expected(Kind.OTHER_ORDER, (0, 1), "at most medium"))
+def two_untold_groups_in_another_order() -> JobEvidence:
+    job = MadeJob(2)
+    job.group("1", [], told=False)
+    job.group("2", [], told=False)
+    job.call(ranks=[0], group="1", ended=False)
+    job.call(ranks=[1], group="2", ended=False)
+    return job.evidence()
+
+
+@case(Expected(Kind.OTHER_ARGUMENTS, (0, 1), "at most medium"))
+def a_library_tells_of_a_mismatch() -> JobEvidence:
+    job = MadeJob(2)
+    said = (
+        "Detected mismatch between collectives on ranks. Rank 0 is running ALLREDUCE, but Rank 1 is running ALLREDUCE"
+    )
+    differs = ". Collectives differ in the following aspects: Tensor Tensor shapes: 10 vs 12"
+    job.end(0, exit_code=1, error="RuntimeError", message=said + differs)
+    follow(job, [1])
+    return job.evidence()
+
+
+# --- stuck, network, slow
+
+
+@case(Expected(Kind.STUCK_IN_KERNEL, (), "at most medium"))
+def all_started_and_none_ended() -> JobEvidence:
+    job = steps(2, backend="nccl")
+    job.call(ended=False, started=[0, 1])
+    job.event(EventKind.COLLECTIVE_TIMEOUT, "Watchdog caught collective operation timeout", 600.0, rank=0)
+    return job.evidence()
+
+
+@case(Expected(Kind.STUCK_IN_KERNEL, (1,), "at most medium"))
+def one_has_not_started() -> JobEvidence:
+    job = steps(2, backend="nccl")
+    job.call(ended=False, started=[0])
+    return job.evidence()
+
+
+@case(Expected(Kind.NETWORK, (), "at most low"))
+def all_entered_without_a_device() -> JobEvidence:
+    job = steps(2)
+    job.call(ended=False)
+    return job.evidence()
+
+
+@case(Expected(Kind.NETWORK, (1,), "at most medium"))
+def an_adapter_fails() -> JobEvidence:
+    job = steps(2, backend="nccl")
+    job.call(ended=False, started=[0, 1])
+    job.event(EventKind.NETWORK_ERROR, "NET/IB : Got completion with error 12", rank=1)
+    return job.evidence()
+
+
+@case(Expected(Kind.SLOW, (1,), "high"))
+def a_rank_enters_after_the_others_gave_up() -> JobEvidence:
+    job = steps(2)
+    job.call(late={1: 9.0}, timeout_s=6.0)
+    follow(job, [0], TIMED_OUT)
+    follow(job, [1])
+    return job.evidence()
+
+
+@case(Expected(Kind.SLOW, (1,)))
+def a_rank_is_seen_at_two_lines() -> JobEvidence:
+    job = steps(2)
+    job.call(ranks=[0], ended=False)
+    job.stack(1, frame(33, "prepare"), after_s=10.0)
+    job.stack(1, frame(41, "prepare"), after_s=40.0)
+    return job.evidence()
+
+
+# --- processes
+
+
+@case(Expected(Kind.DIED, (1,), "high"))
+def a_rank_is_killed() -> JobEvidence:
+    job = steps(2)
+    job.call(ranks=[0])
+    job.end(1, exit_code=-11)
+    follow(job, [0])
+    return job.evidence()
+
+
+@case(Expected(Kind.DIED, (1,)))
+def a_rank_is_known_to_be_dead() -> JobEvidence:
+    job = steps(2)
+    job.call(ranks=[0], ended=False)
+    job.state(1, "dead")
+    return job.evidence()
+
+
+@case(Expected(Kind.HOST_MEMORY, (1,), "high"))
+def the_kernel_kills_a_rank() -> JobEvidence:
+    job = steps(2)
+    job.call(ranks=[0])
+    job.event(EventKind.HOST_OUT_OF_MEMORY, "Out of memory: Killed process 101 (python)", None)
+    job.end(1, exit_code=-9)
+    follow(job, [0])
+    return job.evidence()
+
+
+@case(Expected(Kind.HOST_MEMORY, (0,)))
+def the_kernel_kills_a_loaders_worker() -> JobEvidence:
+    job = steps(2)
+    job.event(EventKind.HOST_OUT_OF_MEMORY, "oom-kill: task=pt_data_worker", 0.5)
+    job.event(EventKind.LOADER_FAILED, "DataLoader worker (pid 7) is killed by signal: Killed", 1.0, rank=0)
+    job.end(0, exit_code=1, error="RuntimeError", message="DataLoader worker (pid(s) 7) exited unexpectedly")
+    follow(job, [1])
+    return job.evidence()
+
+
+@case(Expected(Kind.USER_EXCEPTION, (1,), "high", "train.py:40 in step"))
+def an_exception() -> JobEvidence:
+    job = steps(2)
+    job.call(ranks=[0])
+    job.end(1, exit_code=1, error="ValueError", message="no such shard", frames=(frame(40, "step"),))
+    follow(job, [0])
+    return job.evidence()
+
+
+@case(Expected(Kind.USER_EXCEPTION, (0, 1), "high"))
+def the_same_exception_everywhere() -> JobEvidence:
+    job = steps(2)
+    for rank in (0, 1):
+        job.end(rank, exit_code=1, error="ValueError", message=f"rank {rank}", frames=(frame(40, "step"),))
+    return job.evidence()
+
+
+@case(Expected(Kind.USER_EXCEPTION, (1,), "at most low"))
+def an_exit_code_without_words() -> JobEvidence:
+    job = steps(2)
+    job.call(ranks=[0])
+    job.end(1, exit_code=1)
+    return job.evidence(read="error files")
+
+
+@case(Expected(Kind.DATA_LOADER, (1,), "high"))
+def an_exception_of_a_dataset() -> JobEvidence:
+    job = steps(2)
+    stack = (frame(9, "__getitem__", "/home/u/data.py"), LOADER, frame(*STEP))
+    job.end(1, exit_code=1, error="KeyError", message="'text'", frames=stack)
+    follow(job, [0])
+    return job.evidence()
+
+
+@case(Expected(Kind.DATA_LOADER, (1,), "high"))
+def a_loader_hangs() -> JobEvidence:
+    job = steps(2)
+    job.call(ranks=[0], ended=False)
+    job.stack(1, frame(1, "wait", "/usr/lib/python3.11/threading.py"), LOADER, frame(*STEP))
+    return job.evidence()
+
+
+@case(Expected(Kind.DEVICE_MEMORY, (1,), "high"))
+def no_memory_on_a_device() -> JobEvidence:
+    job = steps(2)
+    job.call(ranks=[0])
+    job.end(1, exit_code=1, error="torch.OutOfMemoryError", message="CUDA out of memory. Tried to allocate 2 GiB")
+    follow(job, [0])
+    return job.evidence()
+
+
+@case(Expected(Kind.DEVICE_FAULT, (1,), "high"))
+def a_gpu_falls_off_the_bus() -> JobEvidence:
+    job = steps(2, backend="nccl")
+    job.event(EventKind.XID, "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.", 0.2, code=79, rank=1)
+    job.end(1, exit_code=1, error="RuntimeError", message="CUDA error: unspecified launch failure")
+    follow(job, [0])
+    return job.evidence()
+
+
+@case(Expected(Kind.STOPPED, (1,), "high"))
+def a_rank_is_stopped() -> JobEvidence:
+    job = steps(2)
+    job.call(ranks=[0], ended=False)
+    job.state(1, "stopped")
+    job.stack(1, *SLEEP)
+    return job.evidence()
+
+
+# --- from outside
+
+
+@case(Expected(Kind.PREEMPTED, (), "high"))
+def the_batch_system_preempts() -> JobEvidence:
+    job = steps(2)
+    job.call(ranks=[0], ended=False)
+    job.event(EventKind.JOB_PREEMPTED, "JOB 7 CANCELLED DUE TO PREEMPTION", 0.2)
+    for rank in (0, 1):
+        job.end(rank, exit_code=-15, is_consequence=True)
+    return job.evidence()
+
+
+@case(Expected(Kind.NEVER_ENTERED, (1,)))
+def a_hang_until_the_time_limit() -> JobEvidence:
+    job = steps(2)
+    job.call(ranks=[0], ended=False)
+    job.event(EventKind.JOB_TIME_LIMIT, "JOB 7 CANCELLED DUE TO TIME LIMIT", 3600.0)
+    return job.evidence()
+
+
+@case(Expected(Kind.PREEMPTED, (), "at most medium"))
+def the_launcher_is_asked_to_end() -> JobEvidence:
+    job = steps(2)
+    job.event(EventKind.SIGNAL, "Received 15 death signal, shutting down workers", 0.2, code=15)
+    for rank in (0, 1):
+        job.end(rank, exit_code=-15, is_consequence=True)
+    return job.evidence()
+
+
+@case(Expected(Kind.USER_EXCEPTION, (0,), "high"))
+def an_exception_and_the_launcher_ends_the_other() -> JobEvidence:
+    job = steps(2)
+    job.end(0, exit_code=1, error="AssertionError", message="odd")
+    job.event(EventKind.LAUNCHER_ENDED_OTHERS, "Sending process 11 closing signal SIGTERM", 1.5)
+    job.end(1, exit_code=-15, is_consequence=True, after_s=2.0)
+    return job.evidence()
+
+
+@case(Expected(Kind.DIVERGED, (), "high"))
+def a_loss_that_is_not_finite() -> JobEvidence:
+    job = steps(2)
+    job.event(EventKind.NOT_FINITE, "step 12: loss is nan")
+    for rank in (0, 1):
+        job.end(rank, exit_code=0)
+    return job.evidence()
+
+
+@case(Expected(Kind.USER_EXCEPTION, (1,)))
+def an_exception_long_after_a_nan() -> JobEvidence:
+    job = steps(2)
+    job.event(EventKind.NOT_FINITE, "step 12: loss is nan", 0.1)
+    job.end(1, exit_code=1, error="ValueError", message="no such shard", after_s=900.0)
+    follow(job, [0])
+    return job.evidence()
+
+
+# --- no failure, and what nothing tells
+
+
+@case(Expected(Kind.NONE, (), "high"))
+def all_ended_well() -> JobEvidence:
+    job = steps(2)
+    for rank in (0, 1):
+        job.end(rank, exit_code=0)
+    return job.evidence()
+
+
+@case(Expected(Kind.NONE, (), "at most medium"))
+def one_ended_well_and_the_other_is_unknown() -> JobEvidence:
+    job = MadeJob(2)
+    job.end(0, exit_code=0)
+    return job.evidence()
+
+
+@case(Expected(Kind.UNKNOWN, (), "at most low"))
+def nothing_tells() -> JobEvidence:
+    return MadeJob(4).evidence()
+
+
+@case(Expected(Kind.NETWORK, (), "at most low"))
+def connections_break_and_nobody_says_why() -> JobEvidence:
+    job = MadeJob(2)
+    follow(job, [0, 1])
+    job.event(EventKind.CONNECTION_LOST, LOST, rank=0)
+    return job.evidence()
