@@ -110,7 +110,7 @@ class WaitCounter(msgspec.Struct):
 
 
 class _DumpReader:
-    """Reads one dump."""
+    """Reads a dump or page, section by section."""
 
     def __init__(self, source: str, written_at: float | None):
         self._source = source

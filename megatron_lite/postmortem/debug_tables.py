@@ -20,8 +20,8 @@ MISMATCH = re.compile(
     r"[^\n]*?collective_state='(?P<state>\w+)'"
 )
 # of all ranks that differ
-MAX_CELL_LETTERS = 100_000
-MAX_ROWS = 200_000
+MAX_MISMATCH_LETTERS = 100_000
+MAX_TABLE_LINES = 200_000
 MESSAGE_ROW = re.compile(r"\w+:(?:send|recv) ")
 
 
@@ -72,7 +72,7 @@ def _read_rows(text: str) -> Iterator[Mapping[str, str]]:
     _, *tables = text.split(COLLECTIVES_TABLE + "\n")
     for table in tables:
         lines = []
-        for line in table.split("\n", MAX_ROWS)[:MAX_ROWS]:
+        for line in table.split("\n", MAX_TABLE_LINES)[:MAX_TABLE_LINES]:
             if TABLE_END.match(line):
                 break
             lines.append(line)
@@ -119,7 +119,7 @@ class _Collective:
         if not states or not number.isdecimal() or not ranks or ":" not in name or MESSAGE_ROW.match(name):
             return None
         group_name, _, description = row.get("pg_desc", "").partition(":")
-        differing = row.get("mismatch_collectives", "")[:MAX_CELL_LETTERS]
+        differing = row.get("mismatch_collectives", "")[:MAX_MISMATCH_LETTERS]
         backend, _, call_name = name.partition(":")
         return cls(
             backend=backend,
