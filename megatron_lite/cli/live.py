@@ -63,7 +63,9 @@ class Follower:
             age_s = 0.0 if self._seen else now - max((one.st_mtime for one in stats), default=now)
             self._seen = seen
             self._sign = time.monotonic() - max(age_s, 0.0)
-        self.view = build_view(read_run(self._folder, self._lines), self._lines.read_ranks(recent=True))
+        run = read_run(self._folder, self._lines)
+        ranks = self._lines.read_ranks(recent=True)
+        self.view = build_view(run, ranks, self._lines.read_hardware(recent=True))
         return self.view
 
     @property

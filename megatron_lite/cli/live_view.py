@@ -12,12 +12,14 @@ from megatron_lite.analysis.findings.base import Finding
 from megatron_lite.analysis.findings.rules import apply_rules
 from megatron_lite.analysis.intervals import Numbers
 from megatron_lite.analysis.ranks.from_run import OWN, compare_ranks_of_run
+from megatron_lite.analysis.run.hardware import RanksHardware
 from megatron_lite.analysis.run.learning import describe_rise
 from megatron_lite.analysis.run.read import compute_rank_medians, compute_speed
 from megatron_lite.analysis.run.run_results import RankLines, Run, Steps
 from megatron_lite.analysis.run_facts import Facts
+from megatron_lite.formats.hardware_record import name_limits
 from megatron_lite.phases import NOT_TRAINING
-from megatron_lite.report.live_screen import LossCurve, PhaseNow, RankNow, View
+from megatron_lite.report.live_screen import GpuNow, LossCurve, PhaseNow, RankNow, View
 from megatron_lite.report.text import milliseconds, percent
 from megatron_lite.units import count, significant, size
 
@@ -30,18 +32,19 @@ MIN_LONGER_SHARE = 0.1  # than the run's median step
 BINS = 400  # of the loss curve, at most
 
 
-def build_view(run: Run, recent: RankLines | None) -> View:
+def build_view(run: Run, recent: RankLines | None, hardware: RanksHardware) -> View:
     """Collect what the screen shows; nothing of the run's arrays is kept.
 
     Args:
         run: what the folder says.
         recent: the last console lines of all ranks; None without any.
+        hardware: of all ranks, in the last lines.
     """
     last = run.take_last(RECENT_STEPS)
     speed, _ = compute_speed(run.record, last, starts_at_first=False)
-    now = run
+    now = replace(run, hardware=hardware)
     if recent:
-        now = replace(run, ranks=compute_rank_medians(recent, run.iterations[run.ordinary]))
+        now = replace(now, ranks=compute_rank_medians(recent, run.iterations[run.ordinary]))
     facts = Facts(ranks_seen=(), ranks=compare_ranks_of_run(now), snapshots=(), run=now, gaps=())
     phases = tuple(_compare_phases(run, last))
     ranks = tuple(_list_ranks(now))
@@ -61,6 +64,7 @@ def build_view(run: Run, recent: RankLines | None) -> View:
         on_gpu=bool(run.gpu_phases_ms),
         ranks=ranks,
         skew=_describe_skew(ranks, run),
+        gpus=tuple(_list_gpus(hardware)),
         memory=tuple(_describe_memory(run, recent)),
         warnings=(*_list_failures(run, last), *slower, *_list_damage(run)),
         findings=tuple(map(_describe_finding, apply_rules(facts))),
@@ -218,6 +222,17 @@ def _list_ranks(run: Run) -> Iterator[RankNow]:
         if own_phases_ms:
             own_ms = math.fsum(ms[rank] for ms in own_phases_ms)
         yield RankNow(rank, step_ms, own_ms, data_ms[rank], core_wait_ms[rank])
+
+
+def _list_gpus(hardware: RanksHardware) -> Iterator[GpuNow]:
+    """List the GPUs whose clock, temperature or power was sampled."""
+    shown = [hardware.get(name) for name in ("sm_clock_mhz", "temperature_c", "power_w")]
+    is_known = ~np.isnan(shown).all(axis=0)
+    highest_mhz = hardware.get("max_sm_clock_mhz")
+    for rank in np.flatnonzero(is_known).tolist():
+        clock_mhz, temperature_c, power_w = (float(values[rank]) for values in shown)
+        limits = hardware.get_limits(rank)
+        yield GpuNow(rank, clock_mhz, float(highest_mhz[rank]), temperature_c, power_w, name_limits(limits))
 
 
 def _describe_skew(ranks: Sequence[RankNow], run: Run) -> str:

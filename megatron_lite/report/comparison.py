@@ -166,11 +166,13 @@ def _list_totals(found: Comparison) -> list[list[str]]:
         "bytes": size,
         "tokens/s": count,
         "%": "{:.1f}".format,
+        "MHz": "{:,.0f}".format,
+        "deg C": "{:.0f}".format,
     }
     rows = []
     for total in found.totals:
         name = total.name
-        if total.unit in ("ms", "%"):
+        if total.unit in ("ms", "%", "MHz", "deg C"):
             name = f"{name}, {total.unit}"
         write = writers.get(total.unit) or _choose_ms([total.pair])
         cells = _build_cells(total.pair, write)

@@ -62,6 +62,18 @@ class RankNow:
 
 
 @dataclass(frozen=True)
+class GpuNow:
+    """Figures of a rank's GPU in the last lines; NaN for what is not known."""
+
+    rank: int
+    clock_mhz: float  # while it worked
+    highest_mhz: float
+    temperature_c: float
+    power_w: float
+    limits: str  # what holds the clock; "" for nothing
+
+
+@dataclass(frozen=True)
 class View:
     """Everything that the screen shows, in plain numbers and words."""
 
@@ -78,6 +90,7 @@ class View:
     on_gpu: bool
     ranks: tuple[RankNow, ...]
     skew: str
+    gpus: tuple[GpuNow, ...]
     memory: tuple[str, ...]
     warnings: tuple[str, ...]
     findings: tuple[str, ...]  # what `report` would say now
@@ -132,7 +145,7 @@ def draw_view(view: View, note: str, console: Console, height: int | None = None
     page = Page(console)
     head = Group(*_draw_head(view, note))
     head_rows = page.measure_whole(head)
-    numbers = [_draw_phases(view, page.unicode), _draw_ranks(view), _draw_memory(view)]
+    numbers = [_draw_phases(view, page.unicode), _draw_ranks(view), _draw_gpus(view), _draw_memory(view)]
     shown = [part for part in numbers if part]
     texts = _draw_texts(view, in_full=True)
     if height is not None:
@@ -368,6 +381,42 @@ def _choose_ranks(ranks: Sequence[RankNow]) -> Sequence[RankNow]:
     slowest_first = sorted(ranks, key=lambda one: -one.own_ms)
     median = slowest_first[len(ranks) // 2]
     return [*slowest_first[:3], median, slowest_first[-1]]
+
+
+def _draw_gpus(view: View) -> RenderableType | None:
+    """Draw a row per GPU; of many GPUs those with the lowest clocks, the median and the highest one."""
+    if not view.gpus:
+        return None
+    table = _make_table("GPUs", "MHz", "of", "deg C", "W", "held by")
+    for one in _choose_gpus(view.gpus):
+        table.add_row(
+            f"rank {one.rank}",
+            _write_whole(one.clock_mhz),
+            _write_whole(one.highest_mhz),
+            _write_whole(one.temperature_c),
+            _write_whole(one.power_w),
+            one.limits,
+        )
+    return table
+
+
+def _choose_gpus(gpus: Sequence[GpuNow]) -> Sequence[GpuNow]:
+    """Choose the GPUs that are shown: all of a few, else the three lowest clocks, the median and the highest."""
+    if len(gpus) <= MAX_RANKS_IN_FULL:
+        return gpus
+    lowest_first = sorted(gpus, key=_rate_clock)
+    median = lowest_first[len(gpus) // 2]
+    return [*lowest_first[:3], median, lowest_first[-1]]
+
+
+def _rate_clock(one: GpuNow) -> float:
+    """A GPU's clock; one that is not known is none to look at."""
+    return math.inf if math.isnan(one.clock_mhz) else one.clock_mhz
+
+
+def _write_whole(value: float) -> str:
+    """Write a whole number; '' for one that is not known."""
+    return "" if math.isnan(value) else f"{value:,.0f}"
 
 
 def _draw_memory(view: View) -> RenderableType | None:

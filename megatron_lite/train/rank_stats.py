@@ -10,11 +10,12 @@ from statistics import fmean, median
 import torch
 import torch.distributed as dist
 
-from megatron_lite.formats.hardware_record import HardwareFigures
+from megatron_lite.formats.hardware_record import SLOWDOWNS, ClockLimit, HardwareFigures, name_limits
 from megatron_lite.formats.step_records import RankInterval, RankNumbers
 from megatron_lite.instruments.step_time import StepTime
 from megatron_lite.phases import Phase
 from megatron_lite.thresholds import (
+    LOW_CLOCK,
     MIN_RANK_STEPS,
     is_by_chance,
     is_mostly,
@@ -22,7 +23,7 @@ from megatron_lite.thresholds import (
     slowest_rank,
     steady_growth,
 )
-from megatron_lite.units import size
+from megatron_lite.units import counted, size
 
 PHASES = tuple(phase.value for phase in Phase)
 # a rank's medians over steps, beside its phases': by name, what of a StepTime, times what
@@ -45,6 +46,8 @@ MIN_INTERVALS = 3  # at least: one or two may be a busy machine
 # time spent waiting for data that is notable: a share of a step, and milliseconds
 WAIT_SHARE = 0.10
 WAIT_MS = 1.0
+MOSTLY_SLOWED = 0.5  # of an interval's samples
+GPU_ERRORS = {"ecc_uncorrected": "uncorrected memory error", "xids": "Xid event"}
 # intervals over which memory grows, after the first, whose steps fill caches: as many as the report asks of steps
 GROWING_INTERVALS = 12
 REMEMBERED = 60  # intervals at most
@@ -236,7 +239,14 @@ class AnomalyWarnings:
             figures: Figures of the interval's steps.
             disturbed: All of them were profiled or compiled: their memory says nothing of the others'.
         """
-        found = dict([*find_core_wait(figures), *self._slow.of(figures), *find_data_wait(figures)])
+        found = dict(
+            [
+                *find_gpu_troubles(figures),
+                *find_core_wait(figures),
+                *self._slow.of(figures),
+                *find_data_wait(figures),
+            ]
+        )
         yield from (text for what, text in found.items() if what not in self._said)
         self._said = set(found)
         if not disturbed:
@@ -302,6 +312,44 @@ def find_core_wait(f: RankFigures) -> Iterator[tuple[str, str]]:
         "other programs or too many threads use the machine, so times are not reliable"
     )
     yield "core", line
+
+
+def find_gpu_troubles(f: RankFigures) -> Iterator[tuple[str, str]]:
+    """Yield (what, line) on the GPU that is slowed down most, and on each with errors in this interval."""
+    span = f"(iterations {f.first}-{f.last})"
+    yield from _find_slowed_gpu(f.hardware, span)
+    for name, what in GPU_ERRORS.items():
+        for rank, number in enumerate(f.hardware.get(name, ())):
+            if number > 0:
+                which = f", the last one {f.hardware['last_xid'][rank]:.0f}" if name == "xids" else ""
+                line = f"   the GPU of rank {rank} had {counted(round(number), what)}{which} {span}"
+                yield f"{name} {rank}", line
+
+
+def _find_slowed_gpu(hardware: dict[str, list[float]], span: str) -> Iterator[tuple[str, str]]:
+    """Yield (what, line) on the slowed GPU with the lowest clock, where one is slowed in most samples.
+
+    Args:
+        hardware: figures of the ranks by name.
+        span: words for the interval.
+    """
+    clocks = hardware.get("sm_clock_mhz", [])
+    highest = hardware.get("max_sm_clock_mhz", [])
+    slowed = hardware.get("slowed", [])
+    all_limits = hardware.get("clock_limits", [])
+    found = []
+    for rank, (mhz, most_mhz, share) in enumerate(zip(clocks, highest, slowed)):
+        # NaN is neither
+        if share >= MOSTLY_SLOWED and mhz < LOW_CLOCK * most_mhz:
+            found.append((mhz, rank))
+    if not found:
+        return
+    mhz, rank = min(found)
+    limits = ClockLimit(int(all_limits[rank])) & SLOWDOWNS
+    line = f"   the GPU of rank {rank} runs at {mhz:,.0f} of {highest[rank]:,.0f} MHz: {name_limits(limits)} {span}"
+    if len(found) > 1:
+        line += f"; {counted(len(found) - 1, 'other GPU')} slowed down, too"
+    yield f"slowed {rank}", line
 
 
 def find_data_wait(f: RankFigures) -> Iterator[tuple[str, str]]:

@@ -8,7 +8,12 @@ from support.paths import REPO
 from support.training_maker import rank_lines
 
 from megatron_lite.analysis.analyze import analyze
+from megatron_lite.analysis.compare.compare import compare
+from megatron_lite.analysis.compare.compare_results import Change
+from megatron_lite.analysis.run.baseline import make_baseline, unpack_baseline
+from megatron_lite.analysis.run.read import read_run
 from megatron_lite.formats.hardware_record import ClockLimit, name_limits
+from megatron_lite.report.sections.all import build_sections
 
 LATE = (3.0, 9.0)
 SLOW = {"sm_clock_mhz": [1980, 1095], "slowed": [0, 0.9], "clock_limits": [0, HOT]}
@@ -106,3 +111,50 @@ def test_a_real_run_with_a_simulated_hot_gpu_names_it_first(tmp_path):
     assert report.findings[0].code == "gpu-slowed" and report.findings[0].rank == 1
     hardware = report.facts.ranks_hardware
     assert hardware.get_one("temperature_c", 1) == 91 and hardware.get_one("slowed", 0) == 0
+
+
+def test_the_gpus_stand_in_the_report_with_what_their_samples_cost(tmp_path):
+    sampled(LATE, **SLOW, temperature_c=[61, 91], power_w=[640, None], sampling_ms=[0.2])(tmp_path)
+    report = analyze([tmp_path])
+    section = next(one for one in build_sections(report, False) if one.key == "hardware")
+    table, cost = section.blocks
+    assert table.rows[0] == ["1", "1,095", "1,980", "91", "", "", "90%", "thermal slowdown"]
+    assert [row[0] for row in table.rows] == ["1", "0"]
+    assert "120 samples" in cost.texts[0] and "0.2 ms" in cost.texts[0]
+    recorded(ranks=rank_lines([3.0, 3.0]))(tmp_path / "without")
+    assert not [one for one in build_sections(analyze([tmp_path / "without"]), False) if one.key == "hardware"]
+
+
+def compared(tmp_path, a: dict, b: dict):
+    for name, figures in (("a", a), ("b", b)):
+        sampled(**figures)(tmp_path / name)
+    return compare(*(analyze([tmp_path / name]).facts for name in "ab"))
+
+
+def test_a_comparison_names_the_lower_clock_before_the_code(tmp_path):
+    cool = {"sm_clock_mhz": [1980], "slowed": [0], "clock_limits": [0], "temperature_c": [61]}
+    found = compared(tmp_path, cool, SLOW | {"temperature_c": [61, 91]})
+    totals = {total.name: (total.pair.a, total.pair.b, total.pair.change) for total in found.totals}
+    assert totals["lowest GPU clock"] == (1980, 1095, Change.LESS)
+    assert totals["highest GPU temperature"] == (61, 91, Change.MORE)
+    assert totals["slowed GPU samples"] == (0, 90, Change.MORE)
+    first = found.sentence.split(";")[0]
+    assert first.startswith("B") and "1,095" in first and "1,980" in first
+
+
+def test_clocks_that_are_alike_are_no_matter(tmp_path):
+    alike = {"sm_clock_mhz": [1965], "slowed": [0], "clock_limits": [0]}
+    found = compared(tmp_path, alike | {"sm_clock_mhz": [1980]}, alike)
+    assert "MHz" not in found.sentence
+    assert compared(tmp_path / "more", {}, {"sm_clock_mhz": [1095]}).totals[-1].name != "lowest GPU clock"
+
+
+def test_a_baseline_keeps_the_gpu_with_the_lowest_clock(tmp_path):
+    sampled(**SLOW)(tmp_path / "a")
+    run = analyze([tmp_path / "a"]).facts.run
+    path = tmp_path / "base.json"
+    path.write_text(json.dumps(make_baseline(run)))
+    (tmp_path / "made").mkdir()
+    again = read_run(unpack_baseline(path, tmp_path / "made"))
+    assert again.hardware.get_one("sm_clock_mhz", 1) == 1095 and again.hardware.get_limits(1) == HOT
+    assert again.hardware.get_one("sm_clock_mhz", 0) is None

@@ -54,7 +54,7 @@ def write_run(path, number=100, record=GOING_ON, **last):
 def view_of(path):
     lines = StepLines(path / "steps.jsonl")
     run = read_run(path, lines)
-    return build_view(run, lines.read_ranks(recent=True))
+    return build_view(run, lines.read_ranks(recent=True), lines.read_hardware(recent=True))
 
 
 def draw(view, width=100, height=None, encoding="utf-8") -> str:
@@ -268,3 +268,22 @@ def test_a_training_of_two_ranks_is_followed_to_its_end(tmp_path, hasty, capsys)
         and "Ranks, ms" in shown
         and shown.endswith(wording("cli/live-run-has-ended-finished"))
     )
+
+
+def test_gpus_show_the_clocks_of_the_last_lines(tmp_path):
+    def hardware(clock_mhz, limits):
+        clocks = {"sm_clock_mhz": [1980, clock_mhz], "max_sm_clock_mhz": [1980], "clock_limits": [0, limits]}
+        return {"samples": [20], "temperature_c": [61, 91], "power_w": [640, None], "slowed": [0, 1]} | clocks
+
+    lines = [step(at, 10.0) for at in range(1, 101)]
+    early = [ranks(1, 10, [10.0, 10.0], hardware=hardware(1980, 0))] * 8
+    late = [ranks(11, 20, [10.0, 10.0], hardware=hardware(1095, 0x40))] * 8
+    view = view_of(folder(tmp_path, [*lines, *early, *late], {"status": "running"}))
+    assert [(one.rank, one.clock_mhz, one.temperature_c, one.limits) for one in view.gpus] == [
+        (0, 1980, 61, ""),
+        (1, 1095, 91, "thermal slowdown"),
+    ]
+    drawn = draw(view)
+    assert "1,095" in drawn and "91" in drawn and "thermal slowdown" in drawn
+    assert any("1,095" in text for text in view.findings)
+    assert "GPUs" not in draw(view_of(write_run(tmp_path / "without")))

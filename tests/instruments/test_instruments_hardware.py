@@ -16,7 +16,8 @@ from megatron_lite.instruments import hardware_sampler
 from megatron_lite.instruments.gpu_sensors import GpuSensors, open_gpu
 from megatron_lite.instruments.hardware_sampler import HardwareLines, HardwareSampler
 from megatron_lite.instruments.host_counters import HostCounters, measure_shares
-from megatron_lite.train.rank_stats import gather
+from megatron_lite.instruments.step_time import StepTime
+from megatron_lite.train.rank_stats import find_gpu_troubles, gather
 
 NOTHING = ("samples", "sampling_ms")
 
@@ -381,3 +382,27 @@ def test_without_console_lines_samples_are_written_now_and_then_and_at_the_end(n
     assert lines.take(6, is_last=False) is None
     last = lines.take(9, is_last=True)
     assert (last.iterations, last.figures.samples) == ((6, 9), 1)
+
+
+# --- the console
+
+
+def warn(**hardware):
+    steps = StepTime(1, seconds=0.01)
+    figures = gather([steps], 0, torch.device("cpu"), 1)
+    return dict(find_gpu_troubles(dataclasses.replace(figures, hardware=hardware)))
+
+
+def test_the_console_names_the_gpu_that_is_slowed_down_most():
+    hot = float(ClockLimit.HW_SLOWDOWN | ClockLimit.HW_THERMAL)
+    told = {"max_sm_clock_mhz": [1980.0] * 3, "clock_limits": [0.0, hot, hot]}
+    found = warn(sm_clock_mhz=[1980.0, 1300.0, 1095.0], slowed=[0.0, 0.9, 1.0], **told)
+    assert found.keys() == {"slowed 2"}
+    assert "1,095 of 1,980 MHz: thermal slowdown" in found["slowed 2"]
+    assert warn(sm_clock_mhz=[1980.0, 1300.0, math.nan], slowed=[0.0, 0.2, 1.0], **told) == {}
+    assert warn() == {}
+
+
+def test_the_console_names_errors_of_a_gpu():
+    found = warn(xids=[0.0, 2.0], last_xid=[math.nan, 79.0], ecc_uncorrected=[math.nan, 0.0])
+    assert found.keys() == {"xids 1"} and "79" in found["xids 1"]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from megatron_lite.analysis.compare.compare_results import Change, Comparison, KernelPair, Pair, PhasePair, Total
+from megatron_lite.analysis.compare.hardware import describe_host, describe_lower_clock, pair_hardware
 from megatron_lite.analysis.compare.load import describe_load, describe_unknown_load, find_load, widen_band, widen_rate
 from megatron_lite.analysis.compare.losses import compare_losses
 from megatron_lite.analysis.compare.models import object_to_models
@@ -660,6 +661,11 @@ def compare(
         sentence = build_sentence(totals, {}, phases)
     else:
         sentence = build_sentence(totals, parts["rows"], parts["phases"])
+    of_hardware = pair_hardware(a, b)
+    lower_clock = describe_lower_clock(a, b, of_hardware)
+    if lower_clock:
+        # before the code is blamed
+        sentence = f"{lower_clock}; {sentence}"
     busy = _find_loads(a, b, totals)
     if busy:
         sentence += f"; on a busy machine: {' and '.join(busy)}"
@@ -668,7 +674,7 @@ def compare(
         title_b=titles[1],
         sentence=sentence,
         flags=flags_that_differ(a, b),
-        totals=totals,
+        totals=(*totals, *of_hardware),
         memory=_pair_memory(a, b),
         groups=_pair_groups(a, b, parts["rows"].get("exposed_communication")),
         losses=compare_losses(a.run, b.run),
@@ -742,6 +748,7 @@ def _collect_notes(a: Facts, b: Facts, totals: tuple[Total, ...]) -> list[str]:
     for name, facts in (("A", a), ("B", b)):
         if doubt := describe_unknown_load(name, facts):
             notes.append(doubt)
+        notes += describe_host(name, facts)
     if not (a.has_plan and b.has_plan):
         notes.append(
             "model and batch are known only for runs of this trainer: check yourself that both did the same work"

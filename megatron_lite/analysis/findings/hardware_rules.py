@@ -28,7 +28,7 @@ MAX_GPUS_SHOWN = 3
 MAX_RANKS_NAMED = 8
 
 
-@rule("gpu-slowed", "GPU that is slowed down", "ranks", "run", record=Recording.HARDWARE)
+@rule("gpu-slowed", "GPU that is slowed down", "hardware", "ranks", record=Recording.HARDWARE)
 def find_slowed_gpu(facts: Facts) -> Finding | Observation:
     """A GPU's board or driver lowers its clock to protect it.
 
@@ -46,7 +46,7 @@ def find_slowed_gpu(facts: Facts) -> Finding | Observation:
     return _judge_clocks(facts, find_slowed_gpus(facts.ranks_hardware), _advise_on_heat, certain=True)
 
 
-@rule("gpu-low-clock", "GPU at a low clock", "ranks", "run", record=Recording.HARDWARE)
+@rule("gpu-low-clock", "GPU at a low clock", "hardware", "ranks", record=Recording.HARDWARE)
 def find_low_clock(facts: Facts) -> Finding | Observation:
     """A GPU runs far below its clock, or the other ranks', though neither heat nor its power supply slows it down.
 
@@ -150,7 +150,7 @@ EVENT_NAMES = {
 }
 
 
-@rule("gpu-errors", "GPU with errors", "ranks", "run", record=Recording.HARDWARE)
+@rule("gpu-errors", "GPU with errors", "hardware", "ranks", record=Recording.HARDWARE)
 def find_gpu_errors(facts: Facts) -> Finding | Observation:
     """A GPU had errors that end a process or make its results wrong.
 
@@ -205,7 +205,7 @@ WEAR = ("remapped_rows", "nvlink_errors")
 REPAIRS = {1: "its memory waits for a reset that repairs it", 2: "a repair of its memory failed"}
 
 
-@rule("gpu-wear", "GPU whose memory or links wear out", "ranks", "run", record=Recording.HARDWARE)
+@rule("gpu-wear", "GPU whose memory or links wear out", "hardware", "ranks", record=Recording.HARDWARE)
 def find_gpu_wear(facts: Facts) -> Finding | Observation:
     """A GPU's memory needs repairs, or its links send again what was lost.
 
@@ -263,7 +263,7 @@ def _look_at_events(hardware: RanksHardware, names: Sequence[str]) -> Observatio
     return saw(Evidence(f"no {', no '.join(looked)} of any GPU", STEPS_FILE))
 
 
-@rule("narrow-pcie", "PCIe link with fewer lanes than it can have", "ranks", "run", record=Recording.HARDWARE)
+@rule("narrow-pcie", "PCIe link with fewer lanes than it can have", "hardware", "ranks", record=Recording.HARDWARE)
 def find_narrow_pcie(facts: Facts) -> Finding | Observation:
     """A GPU's PCIe link has fewer lanes than GPU and slot can have.
 

@@ -12,8 +12,9 @@ import numpy as np
 from megatron_lite.analysis.intervals import Numbers
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.formats.file_names import RUN_FILE, STEPS_FILE
+from megatron_lite.formats.hardware_record import HardwareFigures
 from megatron_lite.formats.run_record import RUN_SCHEMA
-from megatron_lite.formats.step_records import StepRecord
+from megatron_lite.formats.step_records import HardwareRecord, StepRecord
 from megatron_lite.shared_files import read_foreign
 
 BASELINE = "baseline"  # the field by which the file is known; its value is the format's number
@@ -30,6 +31,9 @@ def make_baseline(run: Run) -> dict[str, Any]:
     for number, at in enumerate(last.tolist(), 2):
         record_of_step = _build_record(run, at, number)
         steps.append(msgspec.to_builtins(record_of_step))
+    samples = _build_samples(run, len(steps) + 1)
+    if samples is not None:
+        steps.append(msgspec.to_builtins(samples))
     # host and folders are nobody's business; the arguments of a watched script may hold what must not be committed
     command: list[str] | None = None if run.record.command is None else []
     record = msgspec.structs.replace(
@@ -64,6 +68,23 @@ def _build_record(run: Run, at: int, number: int) -> StepRecord:
     if not math.isnan(run.grad_norms[at]):
         record.grad_norm = float(run.grad_norms[at])
     return record
+
+
+def _build_samples(run: Run, last: int) -> HardwareRecord | None:
+    """The record of the GPU with the lowest clock, which sets the pace; of the first rank that was sampled elsewhere.
+
+    Args:
+        run: the run.
+        last: number of the last step.
+    """
+    hardware = run.hardware
+    sampled = np.flatnonzero(hardware.get("samples") > 0)
+    if not len(sampled):
+        return None
+    clocks_mhz = np.nan_to_num(hardware.get("sm_clock_mhz")[sampled], nan=math.inf)
+    rank = int(sampled[clocks_mhz.argmin()])
+    known = {name: hardware.get_one(name, rank) for name in HardwareFigures.__struct_fields__}
+    return HardwareRecord(iterations=(1, last), rank=rank, figures=HardwareFigures(**known))
 
 
 def _take_phases(phases_ms: Mapping[str, Numbers], at: int) -> dict[str, float]:

@@ -212,6 +212,7 @@ class StepLines:
         self._ranks: list[RankInterval] = []
         self._recent: deque[bytes] = deque(maxlen=RECENT)
         self._hardware = HardwareTally()
+        self._recent_alone: deque[HardwareRecord] = deque(maxlen=RECENT)
 
     def read(self) -> bool:
         """Read what the file has more than the last time; False for nothing. OSError as open raises it.
@@ -324,6 +325,7 @@ class StepLines:
         """Take samples of one rank."""
         if record.rank < MAX_RANKS_ALONE:
             self._hardware.add_record(record.rank, record.figures)
+            self._recent_alone.append(record)
 
     def _keep_ranks(self, line: RankInterval) -> None:
         """Keep a console line, and only every second of those before where they become too many."""
@@ -381,6 +383,8 @@ class StepLines:
             found = _decode_hardware(text)
             if found is not None:
                 tally.add_line(found.hardware, len(found.step_ms))
+        for record in self._recent_alone:
+            tally.add_record(record.rank, record.figures)
         return tally.build()
 
     def read_ranks(self, recent: bool = False) -> RankLines | None:

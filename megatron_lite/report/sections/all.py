@@ -4,12 +4,17 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
+
 from megatron_lite.analysis.findings.base import Finding
+from megatron_lite.analysis.gpu_clocks import list_gpu_clocks
 from megatron_lite.analysis.ranks.rank_results import RankComparison, RankRow, Straggler
 from megatron_lite.analysis.report import Report
+from megatron_lite.analysis.run.hardware import RanksHardware
 from megatron_lite.analysis.run.pipeline_times import PipelineTimes
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts
+from megatron_lite.formats.hardware_record import name_limits
 from megatron_lite.report.section import Block, Card, Lines, Section, Table, limit_rows
 from megatron_lite.report.sections.checked import checked_section
 from megatron_lite.report.sections.every_step import every_step_section
@@ -202,6 +207,48 @@ def _build_rank_table(rows: Sequence[RankRow], hidden: int) -> Table:
     return Table(table_rows, "rl" + "r" * 9, head, hidden=hidden)
 
 
+def hardware_section(report: Report, everything: bool) -> Section | None:
+    """Build a row per GPU that was sampled, lowest clock first, and say what the samples cost."""
+    hardware = report.facts.ranks_hardware
+    gpus = sorted(list_gpu_clocks(hardware), key=lambda one: (one.mhz or math.inf, one.rank))
+    if not gpus:
+        return None
+    shown, hidden = limit_rows(gpus, MAX_RANK_ROWS, everything)
+    rows = []
+    for one in shown:
+        rows.append(
+            [
+                str(one.rank),
+                _write_whole(one.mhz),
+                _write_whole(one.highest_mhz),
+                _write_whole(one.temperature_c),
+                _write_whole(one.power_w),
+                _write_whole(one.power_limit_w),
+                percent(one.slowed),
+                name_limits(one.limits),
+            ]
+        )
+    head = ["rank", "MHz", "of", "deg C", "W", "of", "slowed", "held by"]
+    table = Table(rows, "r" * 7 + "l", head, hidden=hidden)
+    subtitle = "of each rank, while it worked: mean clock and power, highest temperature"
+    return Section("hardware", "GPUs", subtitle, [table, Lines(_describe_samples(hardware), quiet=True)])
+
+
+def _write_whole(value: float | None) -> str:
+    """Write a whole number; '' for one that is not known."""
+    return "" if value is None else f"{value:,.0f}"
+
+
+def _describe_samples(hardware: RanksHardware) -> list[str]:
+    """Describe how many samples were taken, and the CPU time that one of them took."""
+    samples = hardware.get("samples")
+    cost_ms = hardware.get("sampling_ms")
+    if np.isnan(samples).all() or np.isnan(cost_ms).all():
+        return []
+    most = counted(round(float(np.nanmax(samples))), "sample")
+    return [f"{most} of a rank in a thread beside the steps, {np.nanmax(cost_ms):.2g} ms of CPU time each"]
+
+
 def pipeline_section(report: Report, everything: bool) -> Section | None:
     """Build the table of each stage's own work and waiting, beside what the schedule makes of these times at best."""
     found = report.facts.pipeline
@@ -379,6 +426,7 @@ SECTIONS = (
     prediction_section,
     pipeline_section,
     ranks_section,
+    hardware_section,
     collectives_section,
     run_section,
     checked_section,
