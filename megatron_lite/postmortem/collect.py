@@ -16,6 +16,7 @@ from megatron_lite.postmortem.elastic_errors import is_error_file, read_error_fi
 from megatron_lite.postmortem.evidence import JobEvidence
 from megatron_lite.postmortem.flight_recordings import is_flight_recording, read_flight_recordings
 from megatron_lite.postmortem.process_stacks import is_stack_file, read_stack_file
+from megatron_lite.postmortem.recording_sets import choose_recordings
 from megatron_lite.postmortem.run_records import (
     is_last_words,
     is_ranks_file,
@@ -69,7 +70,8 @@ def collect_evidence(paths: Sequence[Path], readers: Sequence[EvidenceReader] = 
         readers: Kinds of files, surest first.
 
     Returns:
-        What all files tell together. A file that cannot be read is a line in `unread`, and never an error.
+        What all files tell together, with the flight recordings of the newest attempt. A file that cannot be read, or
+        is left out, is a line in `unread`, and never an error.
     """
     pieces: list[JobEvidence] = []
     seen: set[tuple[int, int]] = set()
@@ -88,7 +90,9 @@ def collect_evidence(paths: Sequence[Path], readers: Sequence[EvidenceReader] = 
             pieces.append(_read_file(file, reader))
         elif is_named:
             unread.append(f"{file}: no kind of file that a job's last words are read from.")
-    return unite_evidence([*pieces, JobEvidence(unread=tuple(unread))])
+    united = unite_evidence([*pieces, JobEvidence(unread=tuple(unread))])
+    recordings, notes = choose_recordings(united.recordings, united.world_size)
+    return replace(united, recordings=recordings, unread=united.unread + notes)
 
 
 def _find_reader(file: Path, readers: Sequence[EvidenceReader]) -> EvidenceReader | None:
