@@ -162,7 +162,8 @@ class TorchDump(msgspec.Struct):
     """The dump of a rank, whose parts are checked one by one."""
 
     version: str = ""
-    pg_config: dict[str, Any] = {}
+    # by name; by number in torch 2.3
+    pg_config: dict[str | int, Any] = {}
     pg_status: dict[str, Any] = {}
     entries: list[Any] = []
 
@@ -307,13 +308,15 @@ class RecordingBuilder:
             version=dump.version[:MAX_NAME_LETTERS],
         )
 
-    def _read_groups(self, pg_config: dict[str, Any]) -> None:
+    def _read_groups(self, pg_config: dict[str | int, Any]) -> None:
         """Groups that the dump lists. A rank lists those that it is in: it is in all of them."""
         for name, value in pg_config.items():
-            told = _convert(value, TorchGroup) or TorchGroup()
+            # torch 2.3 has the ranks alone
+            ranks_alone = TorchGroup(ranks=_convert(value, list[Number]) or "")
+            told = _convert(value, TorchGroup) or ranks_alone
             ranks = _read_ranks(told.ranks)
-            if name and ranks:
-                self._add_group(name, told.desc, ranks)
+            if name != "" and ranks:
+                self._add_group(str(name), told.desc, ranks)
                 self._restrict_own_ranks(set(ranks))
 
     def _restrict_own_ranks(self, ranks: set[int]) -> None:

@@ -1,21 +1,23 @@
-"""Which recordings belong together: those of one attempt of the job, one of each rank.
+"""Choose the recordings that belong together: those of one attempt of the job, one of each rank.
 
 A folder may hold the dumps of several attempts, several dumps of one attempt, and files of attempts before that the
 last one did not overwrite. A verdict on a mixture would blame the ranks whose dumps are old.
 """
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_lite.postmortem.evidence import FlightRecording
+from megatron_lite.postmortem.flight_recordings import RANK_FOLDER
 from megatron_lite.units import counted
 
 # clocks of hosts may differ by so much
 MAX_CLOCK_SKEW_NS = 60 * 10**9
 ATTEMPT_FOLDER = re.compile(r"attempt_(\d{1,4})")
-RANK_NUMBER = re.compile(r"\d+(?=\D*$)")
+LAST_DIGITS = re.compile(r"\d{1,9}(?=\D*$)")
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ def choose_recordings(
     chosen = _unite_sets(sets, notes)
     kept, stale = _split_stale(chosen.recordings)
     notes += [f"{one.source}: was written by an attempt before that of the others, and is left out." for one in stale]
+    kept.sort(key=lambda one: (one.rank is None, one.rank or 0, one.backend))
     return tuple(kept), tuple(notes)
 
 
@@ -84,8 +87,9 @@ def _split_sets(recordings: Sequence[FlightRecording]) -> list[RecordingSet]:
     """Recordings by the path that they share; several of one rank at one path are sets of their own."""
     found: dict[tuple[str, int], list[FlightRecording]] = {}
     seen: dict[tuple[str, str, int | None], int] = {}
+    sources = Counter(recording.source for recording in recordings)
     for recording in sorted(recordings, key=_find_newest_ns):
-        name = _find_shared_path(recording)
+        name = _find_shared_path(recording, sources[recording.source] == 1)
         key = (name, recording.backend, recording.rank)
         repeated = seen.get(key, 0) if recording.rank is not None else 0
         seen[key] = repeated + 1
@@ -93,16 +97,30 @@ def _split_sets(recordings: Sequence[FlightRecording]) -> list[RecordingSet]:
     return [RecordingSet(name, tuple(members)) for (name, _), members in found.items()]
 
 
-def _find_shared_path(recording: FlightRecording) -> str:
-    """The path of a recording with * for its rank: in the file's name, or in that of its folder."""
+def _find_shared_path(recording: FlightRecording, is_alone: bool) -> str:
+    """The path of a recording with * for its rank, in the file's name, or in that of its folder: rank_3.
+
+    Args:
+        recording: Of a rank, or of an unknown one.
+        is_alone: Whether its file holds no other.
+    """
     path = Path(recording.source)
-    rank = recording.rank
-    for part in (path, path.parent):
-        found = RANK_NUMBER.search(part.name)
-        if rank is not None and found is not None and int(found[0]) == rank:
-            shared = part.with_name(part.name[: found.start()] + "*" + part.name[found.end() :])
-            return str(shared if part is path else shared / path.name)
+    if not is_alone or recording.rank is None:
+        return recording.source
+    if shared := _hide_rank(path.name, recording.rank):
+        return str(path.with_name(shared))
+    folder = path.parent
+    if RANK_FOLDER.fullmatch(folder.name) and (shared := _hide_rank(folder.name, recording.rank)):
+        return str(folder.with_name(shared) / path.name)
     return recording.source
+
+
+def _hide_rank(name: str, rank: int) -> str | None:
+    """The name with * for its last number; None where that is not the rank."""
+    found = LAST_DIGITS.search(name)
+    if found is None or int(found[0]) != rank:
+        return None
+    return f"{name[: found.start()]}*{name[found.end() :]}"
 
 
 def _unite_sets(sets: Sequence[RecordingSet], notes: list[str]) -> RecordingSet:

@@ -121,6 +121,16 @@ def test_the_list_of_an_old_torch_is_read():
     ]
 
 
+def test_groups_by_number_are_read():
+    # version 1.2 of the form
+    entry = {"pg_id": 0, "seq_id": 1, "record_id": 0, "profiling_name": "nccl:all_reduce", "state": "started"}
+    (recording,) = build_recordings(
+        {"version": "1.2", "pg_config": {0: [0, 1, 2]}, "entries": [entry]}, "x", 1
+    ).recordings
+    assert recording.groups["0"].ranks == (0, 1, 2)
+    assert recording.calls[0].group == "0"
+
+
 def test_a_ring_buffer_forgets_and_active_calls_leave_gaps():
     job = RecordedJob(2, buffer=3)
     for _ in range(5):
