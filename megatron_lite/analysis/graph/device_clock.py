@@ -28,7 +28,8 @@ def measure_device_lead(trace: Trace, placing: Placing) -> int:
     moment_ns = events.start_ns[trace.launch_of[launched]]
     order = np.argsort(moment_ns, kind="stable")
     reach_ns = np.maximum.accumulate(events.end_ns[launched[order]])
-    last = np.searchsorted(moment_ns[order], events.start_ns[waits], side="right") - 1
+    called_ns = events.start_ns[waits]
+    last = np.searchsorted(moment_ns[order], called_ns, side="right") - 1
     waits = waits[last >= 0]
     awaited_ns = reach_ns[last[last >= 0]]
     early_ns = awaited_ns - events.end_ns[waits]

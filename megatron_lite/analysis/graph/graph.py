@@ -141,7 +141,7 @@ class Graph:
     @property
     def contradicted_share(self) -> float:
         """The share of edges that measured times contradict, order of threads and streams left out."""
-        kinds = [kind for kind in self.seen if kind not in (EdgeKind.THREAD, EdgeKind.STREAM)]
+        kinds = set(self.seen) - {EdgeKind.THREAD, EdgeKind.STREAM}
         seen = sum(self.seen[kind] for kind in kinds)
         wrong = sum(self.contradicted.get(kind, 0) for kind in kinds)
         return wrong / seen if seen else 0.0

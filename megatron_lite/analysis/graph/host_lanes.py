@@ -63,7 +63,8 @@ class HostLanes:
         for one, lane in self.of_thread.items():
             here = np.flatnonzero(thread == one)
             last = np.searchsorted(lane.end_ns, moment[here], side="right") - 1
-            found[here] = np.where(last >= 0, lane.number[np.maximum(last, 0)], -1)
+            number = lane.number[np.maximum(last, 0)]
+            found[here] = np.where(last >= 0, number, -1)
         return found
 
     def starting_at(
@@ -242,10 +243,12 @@ def _describe(
     operators = one.find_outermost(thread)
     row = _find_around(one, operators, middle_ns)
     in_operator = row >= 0
-    kind = np.where(in_operator, int(ActivityKind.OPERATOR), int(ActivityKind.PYTHON))
-    kind = np.where(one.named.holds(middle_ns), int(ActivityKind.NAMED), kind)
+    kind = np.where(in_operator, ActivityKind.OPERATOR, ActivityKind.PYTHON)
+    is_named = one.named.holds(middle_ns)
+    kind = np.where(is_named, ActivityKind.NAMED, kind)
     if thread == one.placing.main_thread:
-        kind = np.where(one.loading.holds(middle_ns), int(ActivityKind.LOADER), kind)
+        is_loading = one.loading.holds(middle_ns)
+        kind = np.where(is_loading, ActivityKind.LOADER, kind)
     of_operator = one.placing.phase[row]
     phase = np.where(in_operator, of_operator, one.find_phase_of_range(middle_ns))
     name = one.number_names(row)
@@ -277,7 +280,8 @@ def _fill_between(phase: Integers) -> Integers:
     later = known[np.minimum(at, len(known) - 1)]
     before = phase[earlier]
     after = phase[later]
-    is_between = (phase < 0) & (before == after)
+    has_both = (at > 0) & (at < len(known))
+    is_between = (phase < 0) & has_both & (before == after)
     return np.where(is_between, before, phase)
 
 
@@ -333,10 +337,10 @@ def find_handovers(one: RankInput, threads: Integers) -> Handovers:
         others = []
     runs = [_find_runs(one, thread, moments) for thread in others]
     none = np.empty(0, np.int64)
-    threads_of_runs = [np.full(len(run), thread) for thread, run in zip(others, runs)]
+    lengths = [len(run) for run in runs]
+    thread_of = np.repeat(np.array(others, np.int64), lengths)
     starts = [run.start for run in runs]
     ends = [run.end for run in runs]
-    thread_of = np.concatenate([none, *threads_of_runs])
     start_ns = np.concatenate([none, *starts])
     end_ns = np.concatenate([none, *ends])
     # the main thread does nothing between the two, and something before and behind

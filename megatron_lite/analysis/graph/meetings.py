@@ -40,15 +40,18 @@ def find_meetings(
         starts = []
         waits = []
         for at, rows in group.list_members():
-            kinds = [calls[at].whats[row].kind for row in rows.tolist()]
+            of_rank = calls[at]
+            kinds = [of_rank.whats[row].kind for row in rows.tolist()]
             awaits = ("recv", "send_recv") if group.is_pair else END_TOGETHER
-            starts.append(calls[at].start_ns[rows] + clocks_ns[at])
-            waits.append(np.isin(kinds, awaits))
-        start_ns = np.stack(starts, axis=1)
+            start_ns = of_rank.start_ns[rows] + clocks_ns[at]
+            is_held = np.isin(kinds, awaits)
+            starts.append(start_ns)
+            waits.append(is_held)
+        starts_ns = np.stack(starts, axis=1)
         meetings = Meetings(
             members=tuple(group.members.tolist()),
             call=group.call,
-            at_ns=start_ns.max(axis=1),
+            at_ns=starts_ns.max(axis=1),
             waits=np.stack(waits, axis=1),
         )
         found.append(meetings)
@@ -67,7 +70,10 @@ def find_last_arrivals(
         ranks: how many there are.
         calls: the collectives of each rank.
     """
-    found: list[Integers] = [np.full(len(calls[at]), -1, np.int64) for at in range(ranks)]
+    found: list[Integers] = []
+    for at in range(ranks):
+        unknown = np.full(len(calls[at]), -1, np.int64)
+        found.append(unknown)
     for one in meetings:
         for column, at in enumerate(one.members):
             waits = one.waits[:, column]
@@ -93,10 +99,13 @@ def connect_meetings(
         step = _find_steps(parts, one, works)
         order = np.argsort(one.at_ns, kind="stable")
         numbers = np.empty(len(order), np.int64)
-        numbers[order] = parts.add(lane, one.at_ns[order], one.at_ns[order], ActivityKind.MEETING, step=step[order])
+        at_ns = one.at_ns[order]
+        added = parts.add(lane, at_ns, at_ns, ActivityKind.MEETING, step=step[order])
+        numbers[order] = added
         for column, at in enumerate(one.members):
-            arrival = works[at].begin[one.call[:, column]]
-            transfer = works[at].finish[one.call[:, column]]
+            calls = one.call[:, column]
+            arrival = works[at].begin[calls]
+            transfer = works[at].finish[calls]
             is_apart = arrival != transfer
             parts.connect(arrival[is_apart], numbers[is_apart], EdgeKind.MEETING)
             held = is_apart & one.waits[:, column]

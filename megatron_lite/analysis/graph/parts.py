@@ -64,7 +64,8 @@ class Parts:
         given |= {"start_ns": start_ns, "end_ns": end_ns}
         count = len(start_ns)
         for column in _COLUMNS:
-            values = np.broadcast_to(np.asarray(given[column], np.int64), count)
+            whole = np.asarray(given[column], np.int64)
+            values = np.broadcast_to(whole, count)
             self.columns.setdefault(column, []).append(values)
         first = self.count
         self.count += count
@@ -90,7 +91,8 @@ class Parts:
         given = {"source": source, "target": target, "base_ns": bases}
         given["kind"] = np.full(len(source), int(kind))
         for column in _EDGE_COLUMNS:
-            self.edge_columns.setdefault(column, []).append(given[column][is_there])
+            kept = given[column][is_there]
+            self.edge_columns.setdefault(column, []).append(kept)
 
     def chain(
         self,
@@ -200,7 +202,8 @@ def _build_activities(columns: dict[str, Integers], edges: Edges) -> Activities:
     start_ns = columns["start_ns"]
     end_ns = columns["end_ns"]
     ready_ns = np.full(len(start_ns), -1, np.int64)
-    np.maximum.at(ready_ns, edges.target, end_ns[edges.source] + edges.lag_ns)
+    let_go_ns = end_ns[edges.source] + edges.lag_ns
+    np.maximum.at(ready_ns, edges.target, let_go_ns)
     has_reason = np.zeros(len(start_ns), bool)
     has_reason[edges.target] = True
     return Activities(
@@ -222,7 +225,8 @@ def _join_edges(parts: Parts) -> dict[str, NDArray[np.int64]]:
     joined = {}
     for name in _EDGE_COLUMNS:
         pieces = parts.edge_columns.get(name, [])
-        joined[name] = np.concatenate([np.empty(0, np.int64), *pieces])
+        nothing = np.empty(0, np.int64)
+        joined[name] = np.concatenate([nothing, *pieces])
     return joined
 
 

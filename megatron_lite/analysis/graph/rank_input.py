@@ -10,7 +10,7 @@ from megatron_lite.analysis.kernels.kernel_names import short_name
 from megatron_lite.analysis.ranks.calls import HANDED_OVER, Calls
 from megatron_lite.analysis.time.host_names import CAUSES
 from megatron_lite.analysis.time.idle_gaps import HostActivity, find_host_activity
-from megatron_lite.analysis.time.time_results import Placing
+from megatron_lite.analysis.time.time_results import Placing, Step
 from megatron_lite.analysis.trace.columns import Kind, Numbered, Trace
 
 # other causes are work of the phase that they are in
@@ -55,14 +55,21 @@ class RankInput:
     @cached_property
     def step_ns(self) -> float:
         """The mean steady step, ns."""
-        lengths = [step.end_ns - step.start_ns for step in self.placing.steps if step.steady]
-        return float(np.mean(lengths)) if lengths else 0.0
+        if not self._steady_steps:
+            return 0.0
+        lengths = [step.end_ns - step.start_ns for step in self._steady_steps]
+        return float(np.mean(lengths))
 
     @cached_property
     def first_steady_ns(self) -> int:
         """When the first steady step starts."""
-        first_ns = min((step.start_ns for step in self.placing.steps if step.steady), default=0)
-        return first_ns - self.device_lead_ns
+        starts = [step.start_ns for step in self._steady_steps]
+        return min(starts, default=0) - self.device_lead_ns
+
+    @cached_property
+    def _steady_steps(self) -> list[Step]:
+        """The steps that count."""
+        return [step for step in self.placing.steps if step.steady]
 
     @cached_property
     def launches(self) -> Integers:
@@ -162,7 +169,9 @@ class RankInput:
         is_there = rows >= 0
         names = self.trace.events.name[rows[is_there]]
         own, place = np.unique(names, return_inverse=True)
-        short = [short_name(self.trace.names[name]) for name in own.tolist()]
-        numbers = [self.names[text] for text in short]
+        numbers = []
+        for name in own.tolist():
+            text = short_name(self.trace.names[name])
+            numbers.append(self.names[text])
         found[is_there] = np.array(numbers, np.int64)[place]
         return found

@@ -103,7 +103,8 @@ def replay(graph: Graph, window: StepWindow | None = None) -> Replay | None:
     tables = _Tables(graph, window)
     start_ns = graph.activities.start_ns.copy()
     end_ns = graph.activities.end_ns.copy()
-    found = _Pass(start_ns, end_ns, np.full(len(graph.activities), -1, np.int32))
+    nothing = np.full(len(graph.activities), -1, np.int32)
+    found = _Pass(start_ns, end_ns, nothing)
     before_ns = _find_measured_starts(graph, window)
     pass_ns = np.zeros(len(graph.boundaries))
     passes = 0
@@ -148,8 +149,8 @@ def _find_ends(
 ) -> NDArray[np.float64]:
     """When the window ends on each rank."""
     last = [boundary.ends[window.last] for boundary in boundaries]
-    ends_ns: NDArray[np.float64] = found.end_ns[np.array(last)].astype(np.float64)
-    return ends_ns
+    ends_ns = found.end_ns[np.array(last)]
+    return np.array(ends_ns, np.float64)
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,8 @@ class _Tables:
         place_of_outer = np.full(len(activities), -1, np.int64)
         behind = np.arange(len(self.outer)) + len(window.places)
         place_of_outer[self.outer] = behind
-        place = np.where(place_in[source] >= 0, place_in[source], place_of_outer[source])
+        inner = place_in[source]
+        place = np.where(inner >= 0, inner, place_of_outer[source])
         self.source = place.tolist()
         self.work = activities.work_ns[window.places].tolist()
         self.delay = activities.delay_ns[window.places].tolist()
@@ -220,7 +222,8 @@ class _Tables:
         start_ns[self.window.places] = starts
         end_ns[self.window.places] = ends
         numbers = np.append(self.edge_numbers, -1)
-        binding[self.window.places] = numbers[np.array(bindings, np.int64)]
+        chosen = np.array(bindings, np.int64)
+        binding[self.window.places] = numbers[chosen]
         return _Pass(start_ns, end_ns, binding)
 
     def _loop(
@@ -251,7 +254,9 @@ class _Tables:
                     ready = moment
                     bindings[place] = edge
                 edge += 1
-            start = fixed[place] if ready <= MAX_NEVER else ready + self.delay[place]
+            start = ready + self.delay[place]
+            if ready <= MAX_NEVER:
+                start = fixed[place]
             starts[place] = start
             ends[place] = start + self.work[place]
         return starts, ends[:count], bindings
@@ -282,10 +287,11 @@ class _Tables:
             if not len(inside):
                 continue
             earlier = on_lane[on_lane < inside[0]]
-            from_end = len(earlier) - np.searchsorted(earlier, self.outer[here])
+            place = np.searchsorted(earlier, self.outer[here])
+            from_end = len(earlier) - place
             is_known = (from_end >= 1) & (from_end <= len(inside))
             at = np.where(is_known, len(inside) - from_end, 0)
-            found[here] = np.where(is_known, np.append(inside, -1)[at], -1)
+            found[here] = np.where(is_known, inside[at], -1)
         return found
 
 
@@ -437,7 +443,9 @@ def list_path_parts(path: CriticalPath) -> tuple[PathPart, ...]:
     found = []
     for (rank, kind, phase, name), ns in zip(keys.T.tolist(), sums_ns.tolist()):
         word = describe_kind(kind)
-        found.append(PathPart(rank, word, phases[phase], names[name], ns / 1e6 / path.steps))
+        ms = ns / 1e6 / path.steps
+        part_of_path = PathPart(rank, word, phases[phase], names[name], ms)
+        found.append(part_of_path)
     return tuple(sorted(found, key=lambda one: -one.ms))
 
 

@@ -76,8 +76,10 @@ def add_work(
     step = _find_steps(one, rows)
     lanes = []
     for device, number, place in _sort_by_lane(one, rows):
-        lane = WorkLane(device, number, rows[place], place, np.maximum.accumulate(called_ns[place]))
-        _add_lane(parts, one, lane, activities, is_call[place], met_ns[place], step[place])
+        launched_ns = np.maximum.accumulate(called_ns[place])
+        lane = WorkLane(device, number, rows[place], place, launched_ns)
+        traits = _Traits(is_call[place], met_ns[place], step[place])
+        _add_lane(parts, one, lane, activities, traits)
         lanes.append(lane)
     of_calls = WorkActivities(activities.begin[place_of_call], activities.finish[place_of_call])
     return RankWork(rows, activities, tuple(lanes), of_calls)
@@ -110,14 +112,21 @@ def _find_steps(one: RankInput, rows: Integers) -> Integers:
     return one.find_step(one.called_ns)
 
 
+@dataclass(frozen=True)
+class _Traits:
+    """Traits of k pieces of work of a lane."""
+
+    is_call: Flags  # [k], collectives
+    met_ns: Integers  # [k], when the last rank came; -1: not known
+    step: Integers  # [k], numbers of steps; -1: none
+
+
 def _add_lane(
     parts: Parts,
     one: RankInput,
     lane: WorkLane,
     activities: WorkActivities,
-    is_call: Flags,
-    met_ns: Integers,
-    step: Integers,
+    traits: _Traits,
 ) -> None:
     """Add one stream or thread.
 
@@ -126,16 +135,15 @@ def _add_lane(
         one: the rank.
         lane: k pieces of work.
         activities: of all work of the rank; filled in.
-        is_call: [k], collectives.
-        met_ns: [k], when the last rank came; -1: not known.
-        step: [k], numbers of steps; -1: none.
+        traits: of the lane's pieces.
     """
     events = one.trace.events
     start_ns = events.start_ns[lane.rows] + one.clock_ns
     end_ns = events.end_ns[lane.rows] + one.clock_ns
-    pieces = _cut_at_meetings(start_ns, end_ns, met_ns)
-    kinds = np.where(events.kind[lane.rows] == Kind.KERNEL, int(ActivityKind.KERNEL), int(ActivityKind.COPY))
-    kinds = np.where(is_call, int(ActivityKind.TRANSFER), kinds)
+    pieces = _cut_at_meetings(start_ns, end_ns, traits.met_ns)
+    is_kernel = events.kind[lane.rows] == Kind.KERNEL
+    kinds = np.where(is_kernel, ActivityKind.KERNEL, ActivityKind.COPY)
+    kinds = np.where(traits.is_call, ActivityKind.TRANSFER, kinds)
     phases = one.number_phases(one.placing.phase[lane.rows])
     names = one.number_names(lane.rows)
     of_all = parts.add_lane(one.at, lane.name)
@@ -143,8 +151,8 @@ def _add_lane(
         of_all,
         pieces.start_ns,
         pieces.end_ns,
-        np.where(pieces.is_arrival, int(ActivityKind.ARRIVAL), kinds[pieces.of]),
-        step=step[pieces.of],
+        np.where(pieces.is_arrival, ActivityKind.ARRIVAL, kinds[pieces.of]),
+        step=traits.step[pieces.of],
         phase=phases[pieces.of],
         name=names[pieces.of],
         row=lane.rows[pieces.of],
@@ -203,13 +211,15 @@ def _chain(
     follows = pieces.start_ns[1:] >= pieces.end_ns[:-1]
     if lane.device < 0:
         # a backend's thread may have several under way at once
-        parts.connect(number[:-1][follows], number[1:][follows], EdgeKind.STREAM)
+        earlier = number[:-1][follows]
+        later = number[1:][follows]
+        parts.connect(earlier, later, EdgeKind.STREAM)
         return
     events = one.trace.events
-    later = lane.rows[1:]
-    earlier = lane.rows[:-1]
-    gap_ns = events.start_ns[later] - events.end_ns[earlier]
-    is_queued = lane.launched_ns[1:] < events.start_ns[earlier]
+    started_ns = events.start_ns[lane.rows]
+    ended_ns = events.end_ns[lane.rows]
+    gap_ns = started_ns[1:] - ended_ns[:-1]
+    is_queued = lane.launched_ns[1:] < started_ns[:-1]
     base_ns = _choose_base(gap_ns, is_queued & (gap_ns >= 0))
     parts.chain(number, EdgeKind.STREAM, base_ns)
 
@@ -302,8 +312,10 @@ def connect_events(
         has_work = first < len(lane.rows)
         waiting = lane.place[first[has_work]]
         awaited = _find_awaited(parts, one, work, lane, mine[has_work], waiting)
-        source = np.where(awaited >= 0, work.activities.finish[awaited], -1)
-        parts.connect(source, work.activities.begin[waiting], EdgeKind.EVENT)
+        ended = work.activities.finish[awaited]
+        source = np.where(awaited >= 0, ended, -1)
+        target = work.activities.begin[waiting]
+        parts.connect(source, target, EdgeKind.EVENT)
 
 
 def _find_awaited(
@@ -333,11 +345,12 @@ def _find_awaited(
         if other is lane or other.device != lane.device:
             continue
         given = np.searchsorted(other.launched_ns, told_ns, side="left") - 1
-        over = np.searchsorted(events.end_ns[other.rows], started_ns, side="right") - 1
+        ends_ns = events.end_ns[other.rows]
+        over = np.searchsorted(ends_ns, started_ns, side="right") - 1
         last = np.minimum(given, over)
         had_work |= given >= 0
         chosen = np.maximum(last, 0)
-        end_ns = events.end_ns[other.rows[chosen]]
+        end_ns = ends_ns[chosen]
         is_better = (last >= 0) & (end_ns > best_ns)
         best = np.where(is_better, other.place[chosen], best)
         best_ns = np.where(is_better, end_ns, best_ns)
@@ -385,7 +398,8 @@ def _find_told_streams(one: RankInput, calls: Integers) -> Integers:
     at = np.searchsorted(events.correlation[told], events.correlation[calls])
     row = told[np.minimum(at, len(told) - 1)]
     is_same = events.correlation[row] == events.correlation[calls]
-    return np.where(is_same, events.stream[row], -1).astype(np.int64)
+    stream = events.stream[row].astype(np.int64)
+    return np.where(is_same, stream, -1)
 
 
 # --- the host waits for the device
@@ -414,7 +428,8 @@ def _find_own_lengths(
     _, name = np.unique(names, return_inverse=True)
     own_ns = np.full(len(rows) + 1, ALL_NS)
     quick = rows[~has_waited]
-    np.minimum.at(own_ns, name[~has_waited], one.trace.lengths_ns(quick))
+    quick_ns = one.trace.lengths_ns(quick)
+    np.minimum.at(own_ns, name[~has_waited], quick_ns)
     found = own_ns[name]
     return np.where(found == ALL_NS, 0, found)
 
@@ -436,13 +451,15 @@ def choose_explained_syncs(one: RankInput, work: RankWork) -> tuple[HostWaits, I
     told = np.where(np.isin(told, known), told, -1)
     best: Integers = np.full(len(rows), -1, np.int64)
     # what ended before the call did not hold it up
-    best_ns = events.start_ns[rows].copy()
+    called_ns = events.start_ns[rows]
+    returned_ns = events.end_ns[rows]
+    best_ns = called_ns.copy()
     for lane in work.lanes:
-        last = np.searchsorted(lane.launched_ns, events.start_ns[rows], side="right") - 1
+        last = np.searchsorted(lane.launched_ns, called_ns, side="right") - 1
         chosen = np.maximum(last, 0)
         end_ns = events.end_ns[lane.rows[chosen]]
         is_later = (last >= 0) & (end_ns > best_ns)
-        is_over = end_ns <= events.end_ns[rows]
+        is_over = end_ns <= returned_ns
         is_meant = (told < 0) | (told == lane.stream)
         is_better = is_later & is_over & is_meant
         best = np.where(is_better, lane.place[chosen], best)

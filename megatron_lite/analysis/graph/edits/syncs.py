@@ -1,0 +1,31 @@
+"""Steps without synchronizations of the host with the device."""
+
+import numpy as np
+
+from megatron_lite.analysis.graph.edits.change import drop_delays, drop_edges, set_lags
+from megatron_lite.analysis.graph.graph import EdgeKind, Graph
+from megatron_lite.analysis.intervals import Flags
+
+
+def find_resumed(graph: Graph) -> Flags:
+    """Tell for each activity (bool [n]) whether it goes on after a synchronization."""
+    found = np.zeros(len(graph.activities), bool)
+    found[graph.edges.target[graph.find_edges(EdgeKind.SYNC)]] = True
+    return found
+
+
+def drop_syncs(graph: Graph, resumed: Flags) -> Graph:
+    """Leave synchronizations out, and what the calls themselves take.
+
+    Args:
+        graph: the graph.
+        resumed: [n], the activities that go on after them.
+    """
+    syncs = graph.find_edges(EdgeKind.SYNC)
+    dropped = syncs[resumed[graph.edges.target[syncs]]]
+    goes_on = np.zeros(len(graph.activities), bool)
+    goes_on[graph.edges.target[dropped]] = True
+    orders = graph.find_edges(EdgeKind.THREAD)
+    around = orders[goes_on[graph.edges.target[orders]]]
+    graph = set_lags(graph, around, 0)
+    return drop_edges(drop_delays(graph, goes_on), dropped)

@@ -1,0 +1,62 @@
+"""The order in which edits are worth making: each gain is what the edit saves on top of those before it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatron_lite.analysis.graph.graph import Graph
+from megatron_lite.analysis.graph.replay import replay
+
+MIN_GAIN = 0.005  # of the measured step: what saves less is left out
+
+
+@dataclass(frozen=True)
+class NamedEdit:
+    """A change of a graph that stands for one of the program."""
+
+    name: str  # code of the finding whose remedy it is
+    apply: Callable[[Graph], Graph]
+
+
+@dataclass(frozen=True)
+class Gain:
+    """An edit's place in the order."""
+
+    name: str
+    alone_ms: float  # what it saves of a step if nothing else is changed
+    ms: float  # what it saves on top of those before it: these add up
+    step_ms: float  # a step after it and those before it
+
+
+def order_gains(graph: Graph, edits: Sequence[NamedEdit]) -> tuple[Gain, ...]:
+    """Order edits: first the one that saves most alone, then the one that saves most on top of it, and so on.
+
+    Gains add up to the difference between the step as it is and the last step. An edit that saves nothing more on top
+    of the others is left out, however much it saves alone.
+
+    Args:
+        graph: the measured steps.
+        edits: changes to choose from; each is made at most once.
+    """
+    before_ms = _replay_ms(graph)
+    least_ms = MIN_GAIN * before_ms
+    alone_ms = {edit.name: before_ms - _replay_ms(edit.apply(graph)) for edit in edits}
+    left = list(edits)
+    found = []
+    while left:
+        changed = [edit.apply(graph) for edit in left]
+        steps_ms = [_replay_ms(one) for one in changed]
+        best = min(range(len(left)), key=steps_ms.__getitem__)
+        gain_ms = before_ms - steps_ms[best]
+        if gain_ms < least_ms:
+            break
+        edit = left.pop(best)
+        graph = changed[best]
+        before_ms = steps_ms[best]
+        found.append(Gain(edit.name, alone_ms[edit.name], gain_ms, before_ms))
+    return tuple(found)
+
+
+def _replay_ms(graph: Graph) -> float:
+    """The step of a replay, ms; 0 where there is none."""
+    found = replay(graph)
+    return found.step_ns / 1e6 if found is not None else 0.0
