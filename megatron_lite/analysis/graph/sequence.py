@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from megatron_lite.analysis.graph.graph import Graph
 from megatron_lite.analysis.graph.replay import replay
 
-MIN_GAIN = 0.005  # of the measured step: what saves less is left out
+MIN_SHARE_SAVED = 0.005  # of the measured step: what saves less is left out
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def order_gains(graph: Graph, edits: Sequence[NamedEdit]) -> tuple[Gain, ...]:
         edits: changes to choose from; each is made at most once.
     """
     before_ms = _replay_ms(graph)
-    least_ms = MIN_GAIN * before_ms
+    least_ms = MIN_SHARE_SAVED * before_ms
     alone_ms = {edit.name: before_ms - _replay_ms(edit.apply(graph)) for edit in edits}
     left = list(edits)
     found = []
