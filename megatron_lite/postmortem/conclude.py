@@ -11,7 +11,7 @@ from dataclasses import replace
 from megatron_lite.postmortem.causes.absent_ranks import RECORD, find_absent_ranks
 from megatron_lite.postmortem.causes.base import Confidence, Rule, Suspicion
 from megatron_lite.postmortem.causes.circles import find_circles, find_stack_circles
-from megatron_lite.postmortem.causes.entered_calls import find_late_ranks, find_stuck_calls
+from megatron_lite.postmortem.causes.entered_calls import find_half_completed, find_late_ranks, find_stuck_calls
 from megatron_lite.postmortem.causes.machines import (
     find_device_errors,
     find_device_faults,
@@ -30,7 +30,8 @@ from megatron_lite.postmortem.causes.process_errors import (
     find_lost_loaders,
     find_lost_memory,
 )
-from megatron_lite.postmortem.causes.well import find_good_end
+from megatron_lite.postmortem.causes.slow_ranks import find_slow_ranks
+from megatron_lite.postmortem.causes.well import find_good_end, find_progress
 from megatron_lite.postmortem.evidence import EventKind, JobEvidence
 from megatron_lite.postmortem.observed_job import ObservedJob, observe_job
 from megatron_lite.postmortem.postmortem_results import Fact, FailureKind, Postmortem
@@ -51,13 +52,16 @@ RULES: tuple[Rule, ...] = (
     find_preemption,
     find_mismatches,
     find_circles,
+    find_half_completed,
     find_late_ranks,
+    find_slow_ranks,
     find_absent_ranks,
     find_stack_circles,
     find_stuck_calls,
     find_network_errors,
     find_divergence,
     find_good_end,
+    find_progress,
 )
 # one is the reason of the other, on the same rank or machine
 REASONS = {
@@ -171,6 +175,9 @@ def _rank_suspicion(suspicion: Suspicion, first_seen: int | None) -> tuple[bool,
 def explains(one: Suspicion, other: Suspicion) -> bool:
     """Tell whether one cause makes another one a mere consequence."""
     if other.kind is FailureKind.NONE:
+        # whoever waits no longer than usual goes on
+        return not one.is_brief
+    if one.kind is FailureKind.NONE and other.is_brief:
         return True
     if one.kind is FailureKind.NONE or one.kind in MAY_BE_HARMLESS:
         return False

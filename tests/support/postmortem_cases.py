@@ -467,8 +467,44 @@ def nothing_tells() -> JobEvidence:
 
 
 @case(Expected(Kind.NETWORK, (), "at most low"))
-def connections_break_and_nobody_says_why() -> JobEvidence:
-    job = MadeJob(2)
+def connections_break_and_one_rank_is_unknown() -> JobEvidence:
+    job = MadeJob(3)
     follow(job, [0, 1])
     job.event(EventKind.CONNECTION_LOST, LOST, rank=0)
+    return job.evidence()
+
+
+@case(Expected(Kind.NETWORK, (), "medium"))
+def connections_of_all_ranks_break() -> JobEvidence:
+    job = steps(2)
+    job.call()
+    follow(job, [0, 1])
+    return job.evidence()
+
+
+@case(Expected(Kind.SLOW, (1,), "at most medium"))
+def a_rank_is_slow_in_every_step() -> JobEvidence:
+    job = MadeJob(2, "nccl", step_s=0.5)
+    for _ in range(12):
+        job.call(late={1: 0.4})
+    job.call(ranks=[0], ended=False)
+    return job.evidence()
+
+
+@case(Expected(Kind.NONE, (), "at most medium"))
+def a_job_goes_on() -> JobEvidence:
+    job = MadeJob(2, "nccl", step_s=0.5)
+    for step in range(12):
+        job.call(late={step % 2: 0.05})
+    job.call(ranks=[0], ended=False)
+    job.stack(1, frame(30, "forward"), after_s=0.2)
+    return job.evidence()
+
+
+@case(Expected(Kind.OTHER_ARGUMENTS, (1,), "medium"))
+def another_root() -> JobEvidence:
+    job = MadeJob(3)
+    job.call("broadcast", ranks=[0, 2])
+    job.call("broadcast", ranks=[1], ended=False)
+    job.call("broadcast", ranks=[0, 2], ended=False)
     return job.evidence()

@@ -2,16 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 
-from megatron_lite.postmortem.causes.base import MAX_CITED, Confidence, Suspicion, cite_call, write_wait
+from megatron_lite.postmortem.causes.base import MAX_CITED, Confidence, Suspicion, cite_call, write_at, write_wait
 from megatron_lite.postmortem.causes.wait_times import is_brief, measure_wait
 from megatron_lite.postmortem.matched_calls import NANOSECONDS, EnteredCall, MatchedGroup
 from megatron_lite.postmortem.observed_job import ObservedJob
 from megatron_lite.postmortem.postmortem_results import FailureKind
-from megatron_lite.postmortem.rank_lists import does
+from megatron_lite.postmortem.rank_lists import does, list_ranks, name_ranks
 from megatron_lite.units import duration
 
 # a rank came late, not never, when it entered after the others had given up
 MIN_LATE_S = 1.0
+WITH_ROOT = ("broadcast", "scatter")
 MILLISECONDS = 1e3
 ELSE_NETWORK = "the network between the ranks: lines of NCCL (NCCL_DEBUG=WARN) and counters of the links tell."
 ELSE_HOST = "the host of the rank was held up between the records of its call and of its start."
@@ -75,6 +76,53 @@ def _suspect_late(
         collective=title,
         call_site=late[0].call_site,
         is_wait=True,
+    )
+
+
+def find_half_completed(job: ObservedJob) -> list[Suspicion]:
+    """Find calls with a root that some ranks have left, for a later one, while others of the group are still inside."""
+    for group in job.calls.groups:
+        number = group.entered_by_all
+        calls = group.calls.get(number, {})
+        inside = [
+            call for call in calls.values() if not call.has_ended and any(word in call.name for word in WITH_ROOT)
+        ]
+        have_left = [call for call in calls.values() if group.last.get(call.rank, 0) > number]
+        if inside and have_left:
+            return [_suspect_root(job, group, inside, have_left)]
+    return []
+
+
+def _suspect_root(
+    job: ObservedJob, group: MatchedGroup, inside: Sequence[EnteredCall], have_left: Sequence[EnteredCall]
+) -> Suspicion:
+    """Make a suspicion of ranks that call with another root.
+
+    Args:
+        job: The job.
+        group: The group of the call.
+        inside: The call of each rank that is still in it.
+        have_left: The call of each rank that has gone on.
+    """
+    ranks = list_ranks(inside)
+    others = list_ranks(have_left)
+    title = group.describe(inside[0].name, inside[0].number)
+    evidence = [cite_call(job, call, f"is still in {title}") for call in inside[:MAX_CITED]]
+    evidence += [cite_call(job, call, f"has left {title} and gone on") for call in have_left[:MAX_CITED]]
+    return Suspicion(
+        kind=FailureKind.OTHER_ARGUMENTS,
+        ranks=ranks,
+        headline=f"{job.name(ranks)} {does(ranks, 'is', 'are')} still in {title}, which {name_ranks(others)} "
+        f"{does(others, 'has', 'have')} left: another root keeps ranks in a call that others complete",
+        confidence=Confidence.MEDIUM,
+        evidence=tuple(evidence),
+        next_steps=(f"Give {inside[0].name} the same src or dst on all ranks{write_at(inside[0].call_site)}.",),
+        onset=inside[0].created_s,
+        collective=title,
+        call_site=inside[0].call_site,
+        alternatives=(ELSE_NETWORK,),
+        is_wait=True,
+        is_brief=is_brief(job, inside[0]),
     )
 
 

@@ -1,8 +1,9 @@
 """GPUs, machines and batch systems: what befalls a job from outside."""
 
+import re
 from collections.abc import Sequence
 
-from megatron_lite.postmortem.causes.base import Confidence, Suspicion, cut, quote_some
+from megatron_lite.postmortem.causes.base import MAX_CITED, Confidence, Suspicion, cite_end, cut, quote_some
 from megatron_lite.postmortem.evidence import EventKind, LogEvent
 from megatron_lite.postmortem.observed_job import ObservedJob
 from megatron_lite.postmortem.postmortem_results import Fact, FailureKind
@@ -33,6 +34,7 @@ BATCH_EVENTS = {
     EventKind.JOB_TIME_LIMIT: "the job reached its time limit",
     EventKind.JOB_CANCELED: "the job was canceled",
 }
+BROKEN = re.compile(r"closed|reset|Broken pipe|pair closure|got 0 bytes", re.IGNORECASE)
 POLITE = (2, 10, 12, 15)
 MAX_STATES_NAMED = 3
 
@@ -282,20 +284,31 @@ def find_network_errors(job: ObservedJob) -> list[Suspicion]:
                 alternatives=("the peer's process had ended first: its log would say so.",),
             )
         ]
+    return _find_lost_connections(job)
+
+
+def _find_lost_connections(job: ObservedJob) -> list[Suspicion]:
+    """Find connections that broke although no process is known to have gone before."""
     lost = job.list_events(EventKind.CONNECTION_LOST)
-    if not lost:
+    ends = [end for end in job.ends if end.kind is EndKind.LOST_OTHERS and BROKEN.search(end.words)]
+    if not lost and not ends:
         return []
-    ranks = tuple(sorted({event.peer for event in lost if event.peer is not None}))
+    peers = {event.peer for event in lost if event.peer is not None}
+    ranks = tuple(sorted(peers)) if len(peers) == 1 else ()
+    # whoever lost a connection was there until then
+    all_lost = set(list_ranks(ends)) == set(range(job.world_size or 0)) != set()
+    evidence = quote_some(lost)
+    evidence += tuple(cite_end(job, end, f"ended with {cut(end.words)}") for end in ends[:MAX_CITED])
     what = f"connections to {job.name(ranks)} broke" if ranks else "connections between ranks broke"
     return [
         Suspicion(
             kind=FailureKind.NETWORK,
             ranks=ranks,
             headline=f"{what}, and nothing that was read says that a process had gone before",
-            confidence=Confidence.LOW,
-            evidence=quote_some(lost),
+            confidence=Confidence.MEDIUM if all_lost else Confidence.LOW,
+            evidence=evidence,
             next_steps=("Read the log of the rank at the other end; look at the network between the machines.",),
-            onset=lost[0].at,
+            onset=find_earliest((*(event.at for event in lost), *(end.at for end in ends))),
             is_wait=True,
             alternatives=("the process at the other end had ended: its log or exit code would say so.",),
         )

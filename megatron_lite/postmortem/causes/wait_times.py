@@ -2,17 +2,29 @@
 
 from itertools import pairwise
 
+from megatron_lite.postmortem.evidence import EventKind
 from megatron_lite.postmortem.matched_calls import NANOSECONDS, EnteredCall
 from megatron_lite.postmortem.observed_job import ObservedJob
 from megatron_lite.postmortem.rank_lists import find_earliest
 
 # a wait is out of the ordinary when it lasts so many times as long as the longest pause between calls before
 UNUSUAL = 10.0
-MIN_HANG_S = 5.0
+MIN_HANG_S = 2.0
+# of the calls before, the latest: a first step may take minutes
+SHARE_OF_LATEST = 0.5
+# somebody gave up waiting, or ended the job
+ENDING = (
+    EventKind.COLLECTIVE_TIMEOUT,
+    EventKind.CONNECTION_LOST,
+    EventKind.JOB_TIME_LIMIT,
+    EventKind.JOB_CANCELED,
+    EventKind.JOB_PREEMPTED,
+    EventKind.SIGNAL,
+)
 
 
 def measure_wait(job: ObservedJob, call: EnteredCall | None) -> float | None:
-    """Measure how long a rank waits in a call, in seconds, until the first sign that somebody noticed or ended it.
+    """Measure how long a rank waits in a call, in seconds: until somebody gave up or ended it, else until looked at.
 
     Args:
         job: The job.
@@ -24,11 +36,14 @@ def measure_wait(job: ObservedJob, call: EnteredCall | None) -> float | None:
     if call is None or call.created_s is None:
         return None
     since = call.created_s
-    times = [stacks.taken_at for stacks in job.evidence.stacks]
-    times += [event.at for event in job.evidence.events]
-    times += [end.at for end in job.ends]
-    noticed = find_earliest(time for time in times if time is not None and time > since)
-    return None if noticed is None else noticed - since
+    ended = [event.at for event in job.list_events(*ENDING)]
+    ended += [end.at for end in job.ends]
+    until = find_earliest(time for time in ended if time is not None and time > since)
+    if until is None:
+        until = max((one.taken_at for one in job.evidence.stacks if one.taken_at is not None), default=None)
+    if until is None or until < since:
+        return None
+    return until - since
 
 
 def is_brief(job: ObservedJob, call: EnteredCall | None) -> bool:
@@ -41,7 +56,8 @@ def is_brief(job: ObservedJob, call: EnteredCall | None) -> bool:
 
 
 def _measure_longest_pause(job: ObservedJob, rank: int) -> float:
-    """Measure the longest time between two calls of a rank, in seconds; 0.0 where none is known."""
+    """Measure the longest time between two of the latest calls of a rank, in seconds; 0.0 where none is known."""
     created = [call.created_ns for call in job.calls.by_rank.get(rank, ()) if call.created_ns]
-    pauses = [later - before for before, later in pairwise(created)]
+    first = int(len(created) * (1 - SHARE_OF_LATEST))
+    pauses = [later - before for before, later in pairwise(created[first:])]
     return max(pauses, default=0) / NANOSECONDS

@@ -1,10 +1,14 @@
-"""Jobs that ended well."""
+"""Jobs that ended well, or go on."""
 
 from megatron_lite.postmortem.causes.base import Confidence, Suspicion
+from megatron_lite.postmortem.evidence import EventKind
 from megatron_lite.postmortem.observed_job import ObservedJob
 from megatron_lite.postmortem.postmortem_results import Fact, FailureKind
 from megatron_lite.postmortem.rank_ends import EndKind
 from megatron_lite.units import counted
+
+# the launcher or the batch system would say how a job ended
+LATER = "how the job ended, if it has: its logs tell."
 
 
 def find_good_end(job: ObservedJob) -> list[Suspicion]:
@@ -14,14 +18,38 @@ def find_good_end(job: ObservedJob) -> list[Suspicion]:
         return []
     ranks = [end.rank for end in ends if end.rank is not None]
     unknown = job.list_unknown(ranks)
+    said = f"{counted(len(ends), 'process')} ended with exit code 0"
     missing = (f"how {counted(len(unknown), 'rank')} ended.",) if unknown else ()
     return [
         Suspicion(
             kind=FailureKind.NONE,
             ranks=(),
-            headline=f"the job ended well: {counted(len(ends), 'rank')} ended with exit code 0",
+            headline=f"the job ended well: {said}",
             confidence=Confidence.MEDIUM if unknown else Confidence.HIGH,
-            evidence=(Fact(text=f"{counted(len(ends), 'rank')} ended with exit code 0", source=ends[0].source),),
+            evidence=(Fact(text=said, source=ends[0].source),),
             missing=missing,
+        )
+    ]
+
+
+def find_progress(job: ObservedJob) -> list[Suspicion]:
+    """Find a job whose recordings show that ranks go on: nobody waits, or no longer than usual."""
+    recordings = job.calls.recordings
+    if not recordings or job.ends or any(kind is not EventKind.NOT_FINITE for kind in job.events):
+        return []
+    unread = job.list_unknown(recordings)
+    said = f"the recordings of {counted(len(recordings), 'rank')} show nobody who waits longer than usual"
+    source = next(iter(recordings.values())).source
+    missing = [LATER]
+    if unread:
+        missing.append(f"recordings of {counted(len(unread), 'rank')}.")
+    return [
+        Suspicion(
+            kind=FailureKind.NONE,
+            ranks=(),
+            headline=said,
+            confidence=Confidence.LOW if unread else Confidence.MEDIUM,
+            evidence=(Fact(text=said, source=source),),
+            missing=tuple(missing),
         )
     ]
