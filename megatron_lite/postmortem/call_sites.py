@@ -33,6 +33,7 @@ COMPILERS = re.compile(
 )
 DEVICE_FILES = re.compile(r"(?:^|/)torch/cuda/(?:__init__|streams|graphs)\.py")
 DEVICE_CALLS = re.compile(r"cu(?:da)?(?:Stream|Device|Event|Ctx)Synchronize|_local_scalar_dense|cudaMemcpy")
+THREAD_STARTS = ("_bootstrap", "Thread._bootstrap", "_bootstrap_inner")
 BACKWARD = re.compile(r"(?:^|/)torch/autograd/")
 
 
@@ -94,14 +95,16 @@ def find_call_site(frames: Sequence[StackFrame]) -> str:
 
 
 def find_main_thread(stacks: ProcessStacks) -> ThreadStack | None:
-    """Find the thread that runs the program: the main one, else the only one with a frame of the program."""
+    """Find the thread that runs the program: the one that is marked so, else one that Python's threading did not
+    start."""
     marked = [thread for thread in stacks.threads if thread.is_main or thread.name == "MainThread"]
     if marked:
         return marked[0]
-    of_program = [thread for thread in stacks.threads if find_program_frame(thread.frames)]
-    if of_program:
-        return of_program[0]
-    return stacks.threads[0] if stacks.threads else None
+    with_frames = [thread for thread in stacks.threads if thread.frames]
+    first = [thread for thread in with_frames if thread.frames[-1].function not in THREAD_STARTS]
+    candidates = first or with_frames
+    of_program = [thread for thread in candidates if find_program_frame(thread.frames)]
+    return next(iter([*of_program, *candidates]), None)
 
 
 def find_place(frames: Sequence[StackFrame]) -> StackPlace:

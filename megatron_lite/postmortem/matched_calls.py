@@ -217,12 +217,13 @@ def list_pairs(call: EnteredCall) -> list[Pair]:
     return [(message.sender, message.receiver) for message in call.messages]
 
 
-def match_calls(recordings: Sequence[FlightRecording], world_size: int | None) -> MatchedCalls:
+def match_calls(recordings: Sequence[FlightRecording], ranks: Iterable[int], *, all_are_known: bool) -> MatchedCalls:
     """Lay the recordings of a job beside each other.
 
     Args:
         recordings: All that were read; those that do not tell their rank are left out.
-        world_size: Ranks of the job; None where nothing says so.
+        ranks: Ranks of the job, whether or not they have a recording.
+        all_are_known: Whether the job is known to have no others.
     """
     newest, earlier = _choose_newest(recordings)
     by_rank = {}
@@ -233,7 +234,7 @@ def match_calls(recordings: Sequence[FlightRecording], world_size: int | None) -
         waiting = tuple(call for call in calls if call.messages and not call.has_ended)
         if waiting:
             messages[rank] = waiting
-    groups = _GroupMatcher(newest, by_rank, world_size).match()
+    groups = _GroupMatcher(newest, by_rank, {*ranks, *newest}, all_are_known).match()
     return MatchedCalls(groups, messages, by_rank, newest, earlier)
 
 
@@ -298,17 +299,20 @@ class _GroupMatcher:
         self,
         recordings: Mapping[int, FlightRecording],
         by_rank: Mapping[int, tuple[EnteredCall, ...]],
-        world_size: int | None,
+        ranks: Iterable[int],
+        all_are_known: bool,
     ):
         """
         Args:
             recordings: By rank.
             by_rank: The calls of each rank.
-            world_size: Ranks of the job; None where nothing says so.
+            ranks: Ranks of the job.
+            all_are_known: Whether there are no others.
         """
         self._recordings = recordings
         self._by_rank = by_rank
-        self._world_size = world_size
+        self._ranks = tuple(sorted(ranks))
+        self._all_are_known = all_are_known
         # by name of a group
         self._recorders: dict[str, list[int]] = defaultdict(list)
         self._groups: dict[tuple[str, tuple[int, ...]], MatchedGroup] = {}
@@ -332,15 +336,13 @@ class _GroupMatcher:
         key = (group.name, group.ranks)
         if key in self._groups:
             return self._groups[key]
-        is_guessed = False
+        is_guessed = not group.ranks
         members = group.ranks
-        if not members and is_default(group) and self._world_size is not None:
-            members = tuple(range(self._world_size))
-        elif not members:
-            is_guessed = True
-            # who has a recording is a rank of the job
-            recorders = self._recordings if is_default(group) else self._recorders[group.name]
-            members = tuple(sorted(recorders))
+        if is_guessed and is_default(group):
+            members = self._ranks
+            is_guessed = not self._all_are_known
+        elif is_guessed:
+            members = tuple(sorted(self._recorders[group.name]))
         matched = MatchedGroup(group, members, is_guessed)
         self._groups[key] = matched
         return matched

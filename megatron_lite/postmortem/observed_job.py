@@ -161,10 +161,14 @@ def observe_job(evidence: JobEvidence) -> ObservedJob:
     placer = _RankPlacer(evidence)
     events = placer.place(evidence.events)
     ends, unplaced_ends = _unite_all_ends(placer.place(evidence.ends))
-    calls = match_calls(evidence.recordings, evidence.world_size)
+    stacks = placer.place(evidence.stacks)
+    known = {*ends, *range(evidence.world_size or 0)}
+    for records in (stacks, events, evidence.progress, evidence.recordings):
+        known.update(list_ranks(records))
+    calls = match_calls(evidence.recordings, known, all_are_known=evidence.world_size is not None)
     return ObservedJob(
         evidence=evidence,
-        ranks=_sort_by_rank(ends, placer.place(evidence.stacks), events, evidence.progress, calls),
+        ranks=_sort_by_rank(ends, stacks, events, evidence.progress, calls),
         calls=calls,
         waits=find_waits(calls),
         unplaced_ends=tuple(unplaced_ends),

@@ -1,5 +1,6 @@
 """Ranks that keep others waiting: who, and what they do meanwhile."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -133,7 +134,8 @@ def _suppose_unread(job: ObservedJob, group: MatchedGroup, pending: Sequence[Ent
 
 def _find_by_stacks(job: ObservedJob) -> Absence | None:
     """Find ranks that are elsewhere while others are in a call of torch.distributed."""
-    waiting = job.list_at(Activity.WAITS_FOR_RANKS)
+    # autograd waits for gradients of others without a frame that says so
+    waiting = job.list_at(Activity.WAITS_FOR_RANKS) or job.list_at(Activity.BACKWARD)
     busy = tuple(rank for rank, place in job.places.items() if place.activity not in MAY_WAIT)
     if not waiting or not busy:
         return None
@@ -172,7 +174,7 @@ def _suspect(job: ObservedJob, absence: Absence) -> Suspicion:
     who = job.name(ranks)
     call = absence.wait.call if absence.wait else None
     place = next((job.places[rank] for rank in ranks if rank in job.places), None)
-    kind, why = _choose_kind(job, ranks, place)
+    kind, why = _choose_kind(job, absence, place)
     site = place.call_site if place else _find_last_site(job, ranks)
     confidence, missing, alternatives = _weigh(absence, place)
     remedy = NEXT_STEPS[kind].format(site=site or "its last calls", who=who)
@@ -212,21 +214,22 @@ def _describe_absence(job: ObservedJob, absence: Absence, kind: FailureKind) -> 
     return f"{said}, in which {name_ranks(waiting)} {does(waiting, 'waits', 'wait')}{lasted}"
 
 
-def _choose_kind(job: ObservedJob, ranks: Sequence[int], place: StackPlace | None) -> tuple[FailureKind, str]:
+def _choose_kind(job: ObservedJob, absence: Absence, place: StackPlace | None) -> tuple[FailureKind, str]:
     """Choose the class by what absent ranks do.
 
     Args:
         job: The job.
-        ranks: The absent ranks.
+        absence: The absent ranks.
         place: Where the first of them with a stack is.
 
     Returns:
         The class, and the end of the sentence, which says what they do.
     """
+    ranks = absence.ranks
     ended_well = [rank for rank in ranks if _has_ended_well(job, rank)]
     if ended_well:
         return FailureKind.NEVER_ENTERED, f": {name_ranks(ended_well)} had ended with exit code 0"
-    movement = _find_movement(job, ranks)
+    movement = _find_movement(job, absence)
     if movement:
         return FailureKind.SLOW, f": {movement}"
     it = does(ranks, "it", f"rank {ranks[0]}")
@@ -243,19 +246,39 @@ def _has_ended_well(job: ObservedJob, rank: int) -> bool:
     return one is not None and one.end is not None and one.end.kind is EndKind.WELL
 
 
-def _find_movement(job: ObservedJob, ranks: Sequence[int]) -> str:
-    """Write how two looks at a rank, apart in time, show that it goes on; "" where they do not."""
-    for rank in ranks:
-        one = job.ranks.get(rank)
-        sites = [_find_site(stacks) for stacks in one.stacks] if one else []
-        known = [site for site in sites if site]
-        if len(set(known)) > 1:
-            return f"it was at {known[0]}, and later at {known[-1]}"
+def _find_movement(job: ObservedJob, absence: Absence) -> str:
+    """Write how two looks at an absent rank, both while others wait, show that it goes on; "" where they do not."""
+    since = _find_beginning(job, absence)
+    for rank in absence.ranks:
+        sites = _list_sites(job, rank, since)
+        if len(set(sites)) > 1:
+            return f"it was at {sites[0]}, and later at {sites[-1]}"
         earlier = [count_records(recording) for recording in job.calls.earlier.get(rank, ())]
-        if earlier and earlier[0] < count_records(job.calls.recordings[rank]):
-            more = count_records(job.calls.recordings[rank]) - earlier[0]
+        if earlier and earlier[-1] < count_records(job.calls.recordings[rank]):
+            more = count_records(job.calls.recordings[rank]) - earlier[-1]
             return f"between two recordings it called {counted(more, 'collective')}"
     return ""
+
+
+def _find_beginning(job: ObservedJob, absence: Absence) -> float:
+    """Find since when others wait, in seconds since 1970, by the recording or by who stands still; inf: unknown."""
+    if absence.wait is not None and absence.wait.call.created_s is not None:
+        return absence.wait.call.created_s
+    since = math.inf
+    for rank in absence.waiting:
+        stacks = job.ranks[rank].stacks if rank in job.ranks else ()
+        for earlier in reversed(stacks):
+            if earlier.taken_at is None or _find_site(earlier) != _find_site(stacks[-1]):
+                break
+            since = min(since, earlier.taken_at)
+    return since
+
+
+def _list_sites(job: ObservedJob, rank: int, since: float) -> list[str]:
+    """List the lines at which a rank was since a time, in seconds since 1970."""
+    stacks = job.ranks[rank].stacks if rank in job.ranks else ()
+    sites = [_find_site(one) for one in stacks if one.taken_at is not None and one.taken_at >= since]
+    return [site for site in sites if site]
 
 
 def _find_site(stacks: ProcessStacks) -> str:

@@ -142,7 +142,7 @@ def _suspect(job: ObservedJob, found: Disagreement) -> Suspicion:
     odd, is_sure = _find_odd(found)
     kind = _choose_kind(job, found)
     shown = odd[0]
-    usual = next(rank for rank in calls if found.values.get(rank) != found.values[shown])
+    usual = next(rank for rank in found.values if found.values[rank] != found.values[shown])
     confidence = Confidence.HIGH if is_sure else Confidence.MEDIUM
     missing = []
     unread = found.group.unread
@@ -177,6 +177,8 @@ def _describe(job: ObservedJob, found: Disagreement, odd: tuple[int, ...], usual
     """
     mine = _describe_call(found.calls[odd[0]], found.aspect)
     theirs = _describe_call(found.calls[usual], found.aspect)
+    if found.aspect == ROOT:
+        return f"{job.name(tuple(sorted(found.values)))} each call {mine}"
     if usual in odd:
         return f"{job.name(odd)} disagree: rank {odd[0]} calls {mine}, rank {usual} calls {theirs}"
     others = found.list_others(odd)
@@ -224,12 +226,28 @@ def _find_odd(found: Disagreement) -> tuple[tuple[int, ...], bool]:
         The ranks, and whether it is sure that it is they.
     """
     (most, often), *_ = Counter(found.values.values()).most_common(1)
+    if found.aspect == ROOT:
+        return _find_odd_roots(found), False
     if often > len(found.values) / 2:
         return tuple(sorted(rank for rank, value in found.values.items() if value != most)), True
     departing = find_departing(found.group, found.number, by_place=found.aspect == OPERATION)
     if departing:
         return departing, True
     return tuple(sorted(found.values)), False
+
+
+def _find_odd_roots(found: Disagreement) -> tuple[int, ...]:
+    """Find the ranks that take themselves for the root: those that did not before, else all but the first rank."""
+    name = found.first.name
+    former = set()
+    for number in found.group.numbers:
+        for rank, call in found.group.calls[number].items():
+            if number < found.number and call.name == name and _seems_root(call.call):
+                former.add(rank)
+    # what most programs take
+    usual = former or {min(found.group.members)}
+    odd = tuple(sorted(rank for rank in found.values if rank not in usual))
+    return odd if len(odd) < len(found.values) else tuple(sorted(found.values))
 
 
 def _choose_kind(job: ObservedJob, found: Disagreement) -> FailureKind:
