@@ -122,6 +122,10 @@ class ObservedJob:
         """List the ranks whose stack shows an activity."""
         return tuple(rank for rank, place in self.places.items() if place.activity is activity)
 
+    def list_in_state(self, process_state: str) -> tuple[int, ...]:
+        """List the ranks whose process was last seen in a state, and is not known to have ended."""
+        return tuple(rank for rank, one in self.ranks.items() if one.process_state == process_state)
+
     @property
     def world_size(self) -> int | None:
         """Ranks of the job, where something tells."""

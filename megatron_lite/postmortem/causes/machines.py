@@ -220,7 +220,7 @@ def find_lost_nodes(job: ObservedJob) -> list[Suspicion]:
 
 def find_stopped(job: ObservedJob) -> list[Suspicion]:
     """Find processes that a signal or a debugger has stopped."""
-    ranks = tuple(rank for rank, one in job.ranks.items() if one.process_state == "stopped" and one.end is None)
+    ranks = job.list_in_state("stopped")
     if not ranks:
         return []
     facts = []

@@ -153,8 +153,10 @@ def find_deaths(job: ObservedJob) -> list[Suspicion]:
     for end in job.ends:
         if end.exit_code is not None and _is_death(job, end):
             alike[end.kind, end.exit_code].append(end)
-    found = [_suspect_death(job, kind, code, ends) for (kind, code), ends in alike.items()]
-    gone = tuple(rank for rank, one in job.ranks.items() if one.process_state == "dead")
+    found = []
+    for (kind, code), ends in alike.items():
+        found.append(_suspect_death(job, kind, code, ends))
+    gone = job.list_in_state("dead")
     if gone:
         headline = f"{job.name(gone)} died: the process is gone without a word"
         found.append(Suspicion(FailureKind.DIED, gone, headline, Confidence.HIGH))

@@ -1,5 +1,6 @@
 """Ranks that go on, so much slower than the others that these wait for them most of the time."""
 
+from collections import Counter
 from dataclasses import dataclass
 from statistics import median
 
@@ -14,6 +15,7 @@ from megatron_lite.units import duration
 
 MAX_CALLS_COMPARED = 64
 MIN_CALLS_COMPARED = 6
+SHARE_OF_START = 0.25
 # of the time: what others wait for the rank
 MIN_SHARE = 0.5
 MIN_LOST_S = 0.5
@@ -51,24 +53,30 @@ def find_slow_ranks(job: ObservedJob) -> list[Suspicion]:
 
 def _measure_lateness(group: MatchedGroup) -> Lateness | None:
     """Measure for which rank the others wait most, by when each entered the calls of a group."""
-    numbers = [number for number in group.numbers if number <= group.entered_by_all]
-    lost_ns: dict[int, float] = {}
-    latest: dict[int, EnteredCall] = {}
-    times = []
-    for number in numbers[-MAX_CALLS_COMPARED:]:
-        calls = sorted(group.calls[number].values(), key=lambda call: call.created_ns)
-        if len(calls) < max(2, len(group.last)) or not calls[0].created_ns:
-            continue
-        *others, last = calls
-        usual = median(call.created_ns for call in others)
-        lost_ns[last.rank] = lost_ns.get(last.rank, 0.0) + last.created_ns - usual
-        latest[last.rank] = last
-        times.append(last.created_ns)
-    if len(times) < MIN_CALLS_COMPARED:
+    entered = _list_entered(group)
+    # the first calls wait for who starts last
+    entered = entered[int(len(entered) * SHARE_OF_START) :]
+    if len(entered) < MIN_CALLS_COMPARED:
         return None
-    rank = max(lost_ns, key=lambda one: lost_ns[one])
-    lasted_s = (times[-1] - times[0]) / NANOSECONDS
-    return Lateness(rank, lost_ns[rank] / NANOSECONDS, lasted_s, latest[rank])
+    lost_ns: Counter[int] = Counter()
+    for *others, last in entered:
+        usual = median(call.created_ns for call in others)
+        lost_ns[last.rank] += int(last.created_ns - usual)
+    ((rank, lost),) = lost_ns.most_common(1)
+    lasted_ns = entered[-1][-1].created_ns - entered[0][-1].created_ns
+    latest = next(calls[-1] for calls in reversed(entered) if calls[-1].rank == rank)
+    return Lateness(rank, lost / NANOSECONDS, lasted_ns / NANOSECONDS, latest)
+
+
+def _list_entered(group: MatchedGroup) -> list[list[EnteredCall]]:
+    """List the latest calls that all read members have entered, each by rank in the order of entering."""
+    entered = []
+    for number in group.numbers:
+        calls = sorted(group.calls[number].values(), key=lambda call: call.created_ns)
+        is_whole = len(calls) > 1 and len(calls) == len(group.last)
+        if is_whole and calls[0].created_ns:
+            entered.append(calls)
+    return entered[-MAX_CALLS_COMPARED:]
 
 
 def _suspect_slow(job: ObservedJob, group: MatchedGroup, lateness: Lateness) -> Suspicion:
