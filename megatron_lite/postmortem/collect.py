@@ -14,7 +14,7 @@ from megatron_lite.errors import UserError, describe_io_error
 from megatron_lite.postmortem.debug_dumps import is_debug_dump, read_debug_dump
 from megatron_lite.postmortem.elastic_errors import is_error_file, read_error_file
 from megatron_lite.postmortem.evidence import JobEvidence
-from megatron_lite.postmortem.flight_recordings import is_flight_recording, read_flight_recordings
+from megatron_lite.postmortem.flight_recordings import find_world_size, is_flight_recording, read_flight_recordings
 from megatron_lite.postmortem.process_stacks import is_stack_file, read_stack_file
 from megatron_lite.postmortem.recording_sets import choose_recordings
 from megatron_lite.postmortem.run_records import (
@@ -92,7 +92,13 @@ def collect_evidence(paths: Sequence[Path], readers: Sequence[EvidenceReader] = 
             unread.append(f"{file}: no kind of file that a job's last words are read from.")
     united = unite_evidence([*pieces, JobEvidence(unread=tuple(unread))])
     recordings, notes = choose_recordings(united.recordings, united.world_size)
-    return replace(united, recordings=recordings, unread=united.unread + notes)
+    sizes = sorted({piece.world_size for piece in pieces if piece.world_size is not None})
+    # an attempt before may have had more ranks
+    world_size = find_world_size(recordings) or united.world_size
+    if len(sizes) > 1:
+        told = ", ".join(map(str, sizes))
+        notes = (*notes, f"the files name different numbers of ranks ({told}); {world_size} is taken.")
+    return replace(united, recordings=recordings, world_size=world_size, unread=united.unread + notes)
 
 
 def _find_reader(file: Path, readers: Sequence[EvidenceReader]) -> EvidenceReader | None:
@@ -154,12 +160,9 @@ def _walk(folder: Path, root: Path, depth: int, unread: list[str]) -> Iterator[P
 
 
 def unite_evidence(pieces: Sequence[JobEvidence]) -> JobEvidence:
-    """Unite what several files tell; where they name different numbers of ranks, the largest is taken and named."""
-    sizes = {piece.world_size for piece in pieces if piece.world_size is not None}
+    """Unite what several files tell; where they name different numbers of ranks, the largest is taken."""
+    sizes = [piece.world_size for piece in pieces if piece.world_size is not None]
     unread = [line for piece in pieces for line in piece.unread]
-    if len(sizes) > 1:
-        told = ", ".join(str(size) for size in sorted(sizes))
-        unread.append(f"the files name different numbers of ranks ({told}); {max(sizes)} is taken.")
     read: Counter[str] = Counter()
     for piece in pieces:
         read.update(piece.read)

@@ -18,6 +18,7 @@ What they do not say:
 import itertools
 import operator
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -220,7 +221,7 @@ def build_recordings(values: object, source: str, named_rank: int | None = None)
     return JobEvidence(
         recordings=tuple(recordings),
         unread=tuple(unread),
-        world_size=_find_world_size(recordings),
+        world_size=find_world_size(recordings),
     )
 
 
@@ -254,7 +255,7 @@ def _find_rank_in_key(key: object, otherwise: int | None) -> int | None:
     return int(found[1]) if found else otherwise
 
 
-def _find_world_size(recordings: Sequence[FlightRecording]) -> int | None:
+def find_world_size(recordings: Sequence[FlightRecording]) -> int | None:
     """The number of ranks of the job, as its default group has it."""
     largest = 0
     for recording in recordings:
@@ -287,8 +288,11 @@ class RecordingBuilder:
         self._group_names: dict[int, str] = {}
         # ranks that the dump can be of, by what it holds; None: any
         self._own_ranks: set[int] | None = None
-        # stacks share their frames, as the pickle does
+        # stacks and their frames, by what they are made of: calls share them
+        self._stacks: dict[tuple[int, ...], tuple[StackFrame, ...]] = {}
         self._frames: dict[int, StackFrame | None] = {}
+        # shapes and types
+        self._shared: dict[Any, Any] = {}
 
     def build(self, dump: TorchDump, told_rank: int | None) -> FlightRecording:
         """Make the recording of a dump, of the rank that its place or the file's name tells."""
@@ -361,17 +365,17 @@ class RecordingBuilder:
         return RecordedCall(
             group=group.name,
             number=number,
-            name=name,
+            name=sys.intern(name),
             state=entry.state,
             record=record,
             operation=entry.op_id,
             is_message=is_message,
             sender=sender,
             receiver=receiver,
-            input_shapes=entry.input_sizes,
-            output_shapes=entry.output_sizes,
-            input_types=entry.input_dtypes,
-            output_types=entry.output_dtypes,
+            input_shapes=self._share(entry.input_sizes),
+            output_shapes=self._share(entry.output_sizes),
+            input_types=self._share(entry.input_dtypes),
+            output_types=self._share(entry.output_dtypes),
             is_retired=entry.retired,
             has_failed=entry.retired and is_watched and entry.state is not CallState.COMPLETED,
             created_ns=entry.time_created_ns if created_us is None else created_us * 1000,
@@ -404,14 +408,23 @@ class RecordingBuilder:
         return peer, own
 
     def _read_frames(self, values: list[Any]) -> tuple[StackFrame, ...]:
-        frames = []
-        for value in values[:MAX_RECORDED_FRAMES]:
-            if id(value) not in self._frames:
-                self._frames[id(value)] = _build_frame(value)
-            frame = self._frames[id(value)]
-            if frame is not None:
-                frames.append(frame)
-        return tuple(frames)
+        """The frames of a stack; equal ones are one object, as far as they are in the pickle."""
+        shown = values[:MAX_RECORDED_FRAMES]
+        key = tuple(map(id, shown))
+        if key not in self._stacks:
+            frames = map(self._read_frame, shown)
+            self._stacks[key] = tuple(frame for frame in frames if frame is not None)
+        return self._stacks[key]
+
+    def _share(self, value: Made) -> Made:
+        """An equal value that is there already, if there is one."""
+        shared: Made = self._shared.setdefault(value, value)
+        return shared
+
+    def _read_frame(self, value: object) -> StackFrame | None:
+        if id(value) not in self._frames:
+            self._frames[id(value)] = _build_frame(value)
+        return self._frames[id(value)]
 
     def _choose_rank(self, told: int | None) -> int | None:
         """The rank whose dump this is: the one told, unless what it holds says otherwise; None where neither does."""

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_lite.errors import UserError
 from megatron_lite.postmortem import collect
-from megatron_lite.postmortem.collect import EvidenceReader, collect_evidence, unite_evidence
+from megatron_lite.postmortem.collect import EvidenceReader, collect_evidence
 from megatron_lite.postmortem.evidence import EventKind, JobEvidence, LogEvent
 
 
@@ -75,7 +75,10 @@ def test_only_so_many_files_are_looked_at(folder, monkeypatch):
     assert len(evidence.unread) == 1
 
 
-def test_files_that_disagree_on_the_number_of_ranks_are_named():
-    united = unite_evidence([JobEvidence(world_size=4), JobEvidence(), JobEvidence(world_size=8)])
-    assert united.world_size == 8
-    assert "4, 8" in united.unread[0]
+def test_files_that_disagree_on_the_number_of_ranks_are_named(folder):
+    def read(path: Path) -> JobEvidence:
+        return JobEvidence(world_size={"1": 8, "2": 4}.get(path.read_text()[-1:]))
+
+    evidence = collect_evidence([folder], [EvidenceReader("lines", READERS[0].recognizes, read)])
+    assert evidence.world_size == 8
+    assert "4, 8" in evidence.unread[0]

@@ -31,6 +31,17 @@ def test_the_newest_attempt_counts(tmp_path):
     assert f"{tmp_path}/attempt_0/nccl_trace_rank_*" in evidence.unread[0]
 
 
+def test_an_attempt_with_fewer_ranks_is_whole(tmp_path):
+    make_job(3).write(tmp_path / "attempt_0")
+    job = RecordedJob(2)
+    job.wait(1000)
+    job.call()
+    job.write(tmp_path / "attempt_1")
+    evidence = collect_evidence([tmp_path])
+    assert evidence.world_size == 2
+    assert count_calls(evidence) == {0: 1, 1: 1}
+
+
 def test_of_dumps_of_one_attempt_the_newest_complete_one_counts(tmp_path):
     for number, (calls, ranks) in enumerate([(3, None), (5, None), (6, [0])]):
         make_job(calls).write(tmp_path, ranks, prefix=f"dump{number}_rank_")
