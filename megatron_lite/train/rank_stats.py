@@ -46,6 +46,7 @@ MIN_INTERVALS = 3  # at least: one or two may be a busy machine
 # time spent waiting for data that is notable: a share of a step, and milliseconds
 WAIT_SHARE = 0.10
 WAIT_MS = 1.0
+WHOLE_FROM = 100  # MHz, watts, events: digits behind the point would take half of the line
 MOSTLY_SLOWED = 0.5  # of an interval's samples
 GPU_ERRORS = {"ecc_uncorrected": "uncorrected memory error", "xids": "Xid event"}
 # intervals over which memory grows, after the first, whose steps fill caches: as many as the report asks of steps
@@ -198,9 +199,13 @@ def _list_figures(hardware: HardwareFigures) -> list[float]:
 def _shorten(values: list[float]) -> RankNumbers:
     """Round figures; of limits and counters that stand still, which all ranks have alike, keep one number."""
     rounded: RankNumbers = []
-    for value in _round_known(values):
-        is_whole = value is not None and value == int(value)
-        rounded.append(int(value) if is_whole and value is not None else value)
+    for value in values:
+        if math.isnan(value):
+            rounded.append(None)
+        elif value >= WHOLE_FROM or value == int(value):
+            rounded.append(round(value))
+        else:
+            rounded.append(round(value, 3))
     return rounded[:1] if len(set(rounded)) == 1 else rounded
 
 
