@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatron_lite.analysis.graph.backend_ends import trim_late_ends
 from megatron_lite.analysis.graph.device_clock import measure_device_lead, move_device
 from megatron_lite.analysis.graph.graph import Boundary, EdgeKind, Graph, Lane
 from megatron_lite.analysis.graph.host_lanes import (
@@ -44,13 +45,19 @@ def build_graph(ranks: Sequence[tuple[Trace, Placing]]) -> Graph:
     """
     sizes = [trace.world_size or 0 for trace, _ in ranks]
     world_size = max(sizes, default=0) or None
-    calls = [collect_calls(trace, placing, world_size) for trace, placing in ranks]
+    calls = []
+    traces = []
+    for trace, placing in ranks:
+        recorded = collect_calls(trace, placing, world_size)
+        trimmed, of_rank = trim_late_ends(trace, placing, recorded)
+        traces.append(trimmed)
+        calls.append(of_rank)
     groups, clocks_ns, limits = _match_ranks(ranks, calls)
     phases: Numbered[str] = Numbered()
     names: Numbered[str] = Numbered()
     firsts = _number_first_steps([placing for _, placing in ranks])
     inputs = []
-    for at, (trace, placing) in enumerate(ranks):
+    for at, (trace, (_, placing)) in enumerate(zip(traces, ranks)):
         lead_ns = measure_device_lead(trace, placing)
         one = RankInput(
             at=at,
@@ -168,7 +175,7 @@ def _resume(
 def _find_backend_waits(one: RankInput) -> tuple[HostWaits, Integers]:
     """Find when the main thread waits for a collective of a backend's thread, without a device.
 
-    No operator works, a collective is under way, and the wait ends with a collective.
+    No operator works while a collective is under way, until the last one that ends meanwhile.
 
     Returns:
         The waits, and for which of the rank's collectives: int64 [w].
@@ -179,17 +186,17 @@ def _find_backend_waits(one: RankInput) -> tuple[HostWaits, Integers]:
     waiting = find_host_rows(one.trace, one.placing)["exposed_communication"]
     order = np.argsort(one.calls.end_ns, kind="stable")
     ends_ns = one.calls.end_ns[order]
-    at = np.searchsorted(ends_ns, waiting.end)
-    at = np.minimum(at, len(ends_ns) - 1)
-    is_end = ends_ns[at] == waiting.end
-    start_ns = waiting.start[is_end]
+    last = np.searchsorted(ends_ns, waiting.end, side="right") - 1
+    resumed_ns = ends_ns[np.maximum(last, 0)]
+    is_wait = (last >= 0) & (resumed_ns > waiting.start)
+    start_ns = waiting.start[is_wait]
     waits = HostWaits(
         thread=np.full(len(start_ns), one.placing.main_thread),
         start_ns=start_ns,
-        end_ns=waiting.end[is_end],
+        end_ns=resumed_ns[is_wait],
         base_ns=np.zeros(len(start_ns), np.int64),
     )
-    return waits, order[at[is_end]]
+    return waits, order[last[is_wait]]
 
 
 def _find_boundary(

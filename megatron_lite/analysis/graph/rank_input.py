@@ -13,8 +13,8 @@ from megatron_lite.analysis.time.idle_gaps import HostActivity, find_host_activi
 from megatron_lite.analysis.time.time_results import Placing, Step
 from megatron_lite.analysis.trace.columns import Kind, Numbered, Trace
 
-# other causes are work of the phase that they are in
-NAMED_WORK = tuple(cause for cause in CAUSES if cause not in ("data_wait", "cpu_optimizer"))
+# other causes are work of the phase that they are in; waiting for other processes is what edges tell
+NAMED_WORK = tuple(cause for cause in CAUSES if cause not in ("data_wait", "process_wait", "cpu_optimizer"))
 
 
 @dataclass(frozen=True)

@@ -152,6 +152,28 @@ def test_a_backend_takes_collectives_over(tmp_path):
     assert step_us(change_work(graph, of_mm, 2.0)) == pytest.approx(1288, abs=5)
 
 
+def make_late_recorded_sum() -> MadeTrace:
+    """As above, but gloo's thread comes to record the end only when the main thread, which waited, is long at work."""
+    made = MadeTrace(device=None, world_size=2)
+    for number in range(4):
+        at = number * 1000.0
+        made.step(number, at, at + 1000)
+        made.annotation("backward", at + 1, at + 810)
+        made.op("aten::mm", at + 2, at + 290)
+        made.op("c10d::allreduce_", at + 291, at + 299)
+        made.gloo(at + 300, at + 900)
+        made.annotation("optimizer_step", at + 800, at + 995)
+        made.op("aten::_foreach_add_", at + 800, at + 990)
+    return made
+
+
+def test_an_end_that_is_recorded_late_is_where_the_host_goes_on(tmp_path):
+    graph = make_graph(tmp_path, make_late_recorded_sum())
+    assert graph.seen[EdgeKind.WAIT] == 4
+    assert lengths_us(graph, ActivityKind.TRANSFER) == [500.0] * 4
+    assert step_us(change_work(graph, graph.find_kind(ActivityKind.TRANSFER), 0.2)) == pytest.approx(600, abs=5)
+
+
 def make_loader_rank() -> MadeTrace:
     """Per step of 1,000 us the main thread waits 600 for a batch of workers, and computes 390."""
     made = MadeTrace(device=None)
