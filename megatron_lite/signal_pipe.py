@@ -30,14 +30,20 @@ class SignalPipe:
         os.set_blocking(self._write, False)
         self._old_wakeup = -1
         self._old_handler: object = None
+        self._pid = os.getpid()
+        self._is_paused = False
         own = weakref.ref(self)
 
-        def forget() -> None:
+        def call(method: Callable[[SignalPipe], None]) -> None:
             pipe = own()
             if pipe is not None:
-                pipe._forget_in_child()
+                method(pipe)
 
-        os.register_at_fork(after_in_child=forget)
+        os.register_at_fork(
+            before=lambda: call(SignalPipe._pause),
+            after_in_parent=lambda: call(SignalPipe._resume),
+            after_in_child=lambda: call(SignalPipe._forget_in_child),
+        )
 
     def open(self) -> None:
         """Begin to hear signals. ValueError in another thread than the main one."""
@@ -83,18 +89,34 @@ class SignalPipe:
         os.close(self._write)
 
     def _handle_termination(self, number: int, frame: FrameType | None) -> None:
-        # a handler of the program's may call the one before it, which did nothing
-        if self.handles_termination:
-            self._terminate()
+        if not self.handles_termination:
+            # called by a handler of the program's, as the one before it, which did nothing
+            return
+        if os.getpid() != self._pid:
+            die_of(number)
+        with contextlib.suppress(BlockingIOError):
+            # for who did not hear it: the pipe was paused, or the program listens itself by now
+            os.write(self._write, bytes([number]))
+        self._terminate()
 
-    def _forget_in_child(self) -> None:
-        """Leave signals of a forked process to it: they would be heard in its parent."""
+    def _pause(self) -> None:
+        """Hear nothing while this process forks: signals of its child would be taken for its own."""
         with contextlib.suppress(ValueError):
             # ValueError: forked from another thread
             heard = signal.set_wakeup_fd(-1)
-            if heard != self._write:
-                # the program listens itself by now
+            self._is_paused = heard == self._write
+            if not self._is_paused:
+                # nobody's, or the program's own
                 signal.set_wakeup_fd(heard)
+
+    def _resume(self) -> None:
+        if self._is_paused:
+            self._is_paused = False
+            signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+
+    def _forget_in_child(self) -> None:
+        """Leave SIGTERM of a forked process to it."""
+        with contextlib.suppress(ValueError):
             if self.handles_termination:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 THREADS = "OMP_NUM_THREADS"
 WATCH = "MEGATRON_LITE_WATCH"  # what `megatron-lite watch` tells the processes of a command, as JSON
+WATCHED_RANK = "MEGATRON_LITE_WATCHED_RANK"  # the process that has RANK for itself, for those that it starts
 FIT_REQUEST = "MEGATRON_LITE_FIT"  # what `megatron-lite fit` tells the process of a script, as JSON
 PROVE_REQUEST = "MEGATRON_LITE_PROVE"  # what `megatron-lite prove` tells the processes of a script, as JSON
 BOOTSTRAP = Path(__file__).parent / "watch" / "bootstrap"  # what Python runs first in processes of their commands

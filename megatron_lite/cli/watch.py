@@ -7,16 +7,24 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_lite.cli.parser import Parser
 from megatron_lite.errors import UserError
-from megatron_lite.formats.file_names import RUN_FILE
+from megatron_lite.formats.file_names import FLIGHT_RECORDINGS, RUN_FILE
 from megatron_lite.formats.watch_request import WatchRequest, encode_request
+from megatron_lite.last_words import remove_recordings
 from megatron_lite.process_folder import release_process_folder
 from megatron_lite.terminal import print_lines
 from megatron_lite.variables import BOOTSTRAP, WATCH, prepend_python_path
 
+# variables of torch 2.11 and newer, with their names of before
+RECORDING = {
+    ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "2000",
+    ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"): f"{{folder}}/{FLIGHT_RECORDINGS}",
+    ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1",
+}
 SIGNALED = 128  # plus the signal's number: exit codes, as shells give them
 
 
@@ -53,7 +61,8 @@ def run(argv: list[str]) -> int:
         memory=options.memory,
         command=command,
     )
-    environment = prepend_python_path(os.environ, BOOTSTRAP)
+    remove_recordings(folder)
+    environment = prepend_python_path(os.environ, BOOTSTRAP) | _choose_recording(os.environ, folder)
     code = _run_to_its_end(command, environment | {WATCH: encode_request(request)})
     if _read_time_of_record(folder) in (None, written_before):
         unseen = "it cannot see scripts started with python -I, -E or -S, or that overwrite PYTHONPATH."
@@ -74,6 +83,21 @@ def _read_time_of_record(folder: Path) -> int | None:
     """When the record of a run was written last, in ns since 1970; None without a record."""
     record = folder / RUN_FILE
     return record.stat().st_mtime_ns if record.exists() else None
+
+
+def _choose_recording(environ: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """Choose variables by which torch's flight recorder is on, except those that the user has set.
+
+    Args:
+        environ: What the user has set.
+        folder: Folder of the recording.
+    """
+    chosen = {}
+    for names, value in RECORDING.items():
+        # torch takes the second name, too, with a warning, and prefers the first
+        if not any(name in environ for name in names):
+            chosen[names[0]] = value.format(folder=folder)
+    return chosen
 
 
 def _advise(program: str) -> str:

@@ -12,6 +12,9 @@ import msgspec
 
 from megatron_lite.formats.step_records import Count, Number
 
+# how a rank left that ended well
+NO_ERROR = "no error"
+
 
 class RankAtFailure(msgspec.Struct, frozen=True, kw_only=True):
     """The last status of one rank."""

@@ -126,13 +126,13 @@ class FlightRecorder:
         found = {}
         for group, status in self._read(False).get("pg_status", {}).items():
             if int(group) not in self._names:
-                # they tell its name
+                # they tell its name, unless all of them were forgotten
                 self._operations()
+                self._names.setdefault(int(group), f"unknown {group}")
             # NCCL says -1 before the first one
             begun = max(int(status.get("last_enqueued_collective", 0)), 0)
             finished = max(int(status.get("last_completed_collective", 0)), 0)
-            name = self._names.get(int(group), f"unknown {group}")
-            found[name] = (begun, finished)
+            found[self._names[int(group)]] = (begun, finished)
         return found
 
     def unfinished(self) -> Operation | None:

@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import Store  # mypy does not find it as dist.St
 from megatron_lite.config.layout import Layout
 from megatron_lite.config.world import World
 from megatron_lite.errors import RanksError, first_line
-from megatron_lite.formats.failure_record import RankAtFailure
+from megatron_lite.formats.failure_record import NO_ERROR, RankAtFailure
 from megatron_lite.parallel.hang_diagnosis import (
     AGAIN,
     ANSWER_SECONDS,
@@ -191,7 +191,7 @@ class Watchdog:
     def leave(self, error: BaseException | None) -> None:
         """Say goodbye, before the connections to the others are closed. error: what this rank ends with, if any."""
         blameless = error is None or isinstance(error, (RanksError, KeyboardInterrupt))
-        said = "no error"
+        said = NO_ERROR
         if error is not None:
             lines = f"{type(error).__name__}: {error}".splitlines()
             said = lines[0] if lines else ""

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from megatron_lite.errors import UserError, describe_io_error
-from megatron_lite.formats.failure_record import FailureRecord, RankAtFailure
+from megatron_lite.formats.failure_record import NO_ERROR, FailureRecord, RankAtFailure
 from megatron_lite.formats.file_names import LAST_WORDS, RUN_FILE
 from megatron_lite.formats.run_record import MAX_RANKS, RunRecord
 from megatron_lite.formats.sound_fields import convert_sound
@@ -41,7 +41,6 @@ from megatron_lite.process_state import is_there
 from megatron_lite.shared_files import open_foreign, read_foreign
 
 WORLD = "0"  # torch's name of the group of all ranks
-NO_ERROR = "no error"  # what a rank says that ended well
 MAX_MESSAGE_CHARACTERS = 2_000  # characters of a message that are kept
 MAX_STEP_LINE_BYTES = 2**24
 STEPS_OF_MEDIAN = 64  # the last ones

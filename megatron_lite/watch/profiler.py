@@ -51,6 +51,7 @@ from megatron_lite.watch.hand_updates import HandUpdates, describe_counting
 from megatron_lite.watch.stand_ins import add_calls, list_subclasses, stand_in
 from megatron_lite.watch.step_losses import StepLosses
 from megatron_lite.watch.step_norms import StepNorms
+from megatron_lite.watch.step_position import StepPosition
 
 SNAPSHOT_FILE = "memory.pickle"
 PROFILED_STEPS = range(10, 16)
@@ -127,6 +128,9 @@ class Profiler:
         self._norms = StepNorms()
         self._watched = Watched()  # what run.json says of it
         self._record = RunRecord()  # run.json, from the first step on
+        self.position = StepPosition()
+        # called when the first step is recorded: this process trains
+        self.when_training: Callable[[], object] = _do_nothing
         self._gave_up = ""  # why a script that goes on is not watched any more
         self._written_at = time.monotonic()
         self._set_to_start()
@@ -189,6 +193,11 @@ class Profiler:
             self._recorder = CudaRecorder(ProfileArgs().memory_history_events)
             torch.cuda._lazy_call(self._recorder.open)
         return self
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether the first step has begun, and the profiler is not closed."""
+        return self._instruments is not None and self._thread != 0
 
     def step(self) -> None:
         """A step ends here. From the first call on, steps end nowhere else: call it in every step."""
@@ -523,6 +532,7 @@ class Profiler:
         if self._phase:
             instruments.notify("end_phase", self._phase, failed)
         self._phase = phase
+        self.position.enter(phase)
         if phase:
             instruments.notify("begin_phase", phase)
 
@@ -568,6 +578,7 @@ class Profiler:
         self._begin_step(instruments)
         self._timeline.begin_earlier(self._first_sign)
         self._change_phase(self._named)
+        self.when_training()
 
     def _find_place(self) -> int:
         """Find this process's rank, and the folder that it writes to; returns the number of ranks."""
@@ -649,6 +660,7 @@ class Profiler:
 
     def _begin_step(self, instruments: Instruments) -> None:
         self._step += 1
+        self.position.begin_step(self._step)
         instruments.notify("begin", self._step)
 
     def _end_step(self) -> None:

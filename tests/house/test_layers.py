@@ -41,7 +41,7 @@ LEVELS = [  # bottom up: what stands together does not know each other
     },
     {"plain_pickles"},
     {"config", "user_functions", "caching_allocator", "postmortem"},
-    {"run_folder", "rank_errors", "model", "smoke"},
+    {"run_folder", "rank_errors", "last_words", "model", "smoke"},
     {"cpu_kernels"},
     {"planner", "process_folder"},
     {"data", "parallel", "optim", "checkpoint"},

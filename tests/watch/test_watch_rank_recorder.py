@@ -1,0 +1,213 @@
+"""The recorder beside a training: last words, and what it dumps when a step is late, a signal comes or an error ends it."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.launch import alone
+from support.paths import REPO
+from support.waiting import wait_until
+
+from megatron_lite import last_words
+from megatron_lite.formats.failure_record import RankAtFailure
+from megatron_lite.last_words import is_late, read_words, remove_recordings, stands_still
+from megatron_lite.watch import rank_recorder
+from megatron_lite.watch.error_text import MAX_TOLD_CHARACTERS, describe_error, describe_error_stack, name_error
+from megatron_lite.watch.profiler import Profiler
+from megatron_lite.watch.rank_recorder import RankRecorder, has_own_rank
+
+
+@pytest.fixture
+def recorder(tmp_path, monkeypatch):
+    """A recorder of this process, which is rank 3 of 4 and writes often."""
+    monkeypatch.setattr(rank_recorder, "BEATS_APART_S", 0.02)
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.delenv(rank_recorder.WATCHED_RANK, raising=False)
+    one = RankRecorder(tmp_path, Profiler(tmp_path))
+    yield one
+    one.end()
+    if one._thread is not None:
+        one._thread.join()
+
+
+def read_one(folder, name="3") -> RankAtFailure:
+    return dict(read_words(folder))[name]
+
+
+def test_a_rank_tells_where_it_is_until_it_ends(tmp_path, recorder):
+    assert has_own_rank()
+    recorder.start()
+    assert not has_own_rank(), "what this process starts is no rank"
+    wait_until(lambda: "3" in dict(read_words(tmp_path)))
+    position = recorder._profiler.position
+    for step in range(1, 7):
+        position.begin_step(step)
+    position.enter("backward")
+    wait_until(lambda: read_one(tmp_path).phase == "backward")
+    now = read_one(tmp_path)
+    assert (now.rank, now.world_size, now.step, now.pid, now.left) == (3, 4, 6, os.getpid(), None)
+    assert now.usual_step_s is not None
+    recorder.end()
+    ended = read_one(tmp_path)
+    assert (ended.left, ended.step) == ("no error", 6) and ended.ended_at >= now.wall_time
+    recorder.note_error(ValueError("too late"))
+    assert read_one(tmp_path) == ended
+    assert not list(tmp_path.glob("stacks/*")), "nobody has asked for stacks"
+
+
+def test_a_late_step_is_looked_at_and_forgotten_when_it_goes_on(tmp_path, recorder, monkeypatch):
+    monkeypatch.setattr(last_words, "MIN_LATE_STEP_S", 0.2)
+    with alone():
+        dist.all_reduce(torch.ones(2))
+        recorder.start()
+        position = recorder._profiler.position
+        for step in range(1, 6):
+            position.begin_step(step)
+        flight, stacks = tmp_path / "flight" / "rank-0", tmp_path / "stacks" / "rank-0.txt"
+        wait_until(lambda: flight.exists() and stacks.stat().st_size)
+        recording = pickle.loads(flight.read_bytes())
+        mine = [entry for entry in recording["entries"] if entry["profiling_name"] == "gloo:all_reduce"]
+        assert any(frame["filename"] == __file__ for frame in mine[-1]["frames"])
+        # of the rank that the group gave it, not of the launcher's
+        assert any(__file__ in call for call in read_one(tmp_path, "0").stack)
+        assert "3" not in dict(read_words(tmp_path)) or read_one(tmp_path).rank == 3
+        monkeypatch.setattr(last_words, "MIN_LATE_STEP_S", 1000.0)
+        wait_until(lambda: not flight.exists() and not stacks.stat().st_size)
+        assert read_one(tmp_path, "0").stack == ()
+
+
+def test_an_error_is_written_at_once_and_an_exit_at_the_end(tmp_path, recorder):
+    recorder.start()
+    recorder.note_exit(3, KeyError("no"))
+    wait_until(lambda: "3" in dict(read_words(tmp_path)))
+    assert read_one(tmp_path).left is None, "who calls sys.exit may think better of it"
+    try:
+        raise ValueError("bad batch") from OSError("disk")
+    except ValueError as error:
+        recorder.note_error(error)
+    said = read_one(tmp_path)
+    assert (said.left, said.error, said.exit_code) == ("ValueError: bad batch", "ValueError", 1)
+    assert "OSError: disk" in said.message
+    assert said.error_stack[0].startswith(f"test_an_error_is_written_at_once_and_an_exit_at_the_end ({__file__}:")
+
+
+@pytest.mark.parametrize(
+    ("code", "handled", "left", "number"),
+    [
+        (None, None, "no error", 0),
+        (0, KeyError("no"), "no error", 0),
+        (3, None, "exit code 3", 3),
+        ("words", None, "exit code 1", 1),
+        (5, KeyError("no"), "KeyError: 'no'", 5),
+    ],
+)
+def test_exits(tmp_path, recorder, code, handled, left, number):
+    recorder.start()
+    recorder.note_exit(code, handled)
+    recorder.end()
+    assert (read_one(tmp_path).left, read_one(tmp_path).exit_code) == (left, number)
+
+
+def test_a_process_that_does_not_train_tells_only_what_went_wrong(tmp_path, recorder, monkeypatch):
+    monkeypatch.delenv("RANK")
+    recorder.note_exit(0, None)
+    recorder.end()
+    assert not list(read_words(tmp_path))
+    tmp_path.joinpath("flight").mkdir()
+    recorder.note_error(ValueError("no"))
+    recorder.end()
+    assert dict(read_words(tmp_path))[f"pid-{os.getpid()}"].error == "ValueError"
+
+
+def test_texts_of_errors():
+    class Broken(Exception):
+        def __str__(self):
+            raise RuntimeError
+
+    assert describe_error(Broken()) == "Broken: "
+    assert name_error(torch.OutOfMemoryError()) == "torch.OutOfMemoryError"
+    assert describe_error_stack(ValueError()) == ()
+    long = describe_error(ValueError("a" * MAX_TOLD_CHARACTERS + "b"), whole=True)
+    assert long.startswith("aaa") and long.endswith("ab") and len(long) < MAX_TOLD_CHARACTERS + 20
+
+
+def test_when_a_rank_is_late_and_when_it_stands():
+    usual = RankAtFailure(usual_step_s=1.0, step_s=9.0, still_s=9.0)
+    assert not is_late(usual) and is_late(RankAtFailure(usual_step_s=1.0, step_s=10.0))
+    assert not is_late(RankAtFailure(usual_step_s=0.01, step_s=1.0)), "too short to be worth it"
+    assert not is_late(RankAtFailure(step_s=70.0, still_s=1.0)) and is_late(RankAtFailure(still_s=70.0))
+    assert not is_late(RankAtFailure(usual_step_s=1.0, step_s=10.0, left="no error"))
+    assert stands_still(usual, 5.0) is False and stands_still(RankAtFailure(still_s=6.0), 5.0)
+
+
+def test_recordings_of_a_run_before_are_removed(tmp_path):
+    for name in ("last_words-3.json", "flight/rank-3", "stacks/rank-3.txt", "mine/rank-3"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{")
+    assert not list(read_words(tmp_path)), "damaged"
+    remove_recordings(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+HANDLES = """
+import ctypes, os, signal, sys, threading
+from pathlib import Path
+from megatron_lite.watch import rank_recorder
+from megatron_lite.watch.profiler import Profiler
+rank_recorder.BEATS_APART_S = 1000.0
+os.environ["RANK"] = "0"
+recorder = rank_recorder.RankRecorder(Path(sys.argv[1]), Profiler(sys.argv[1]))
+recorder.start()
+if sys.argv[2] == "own":
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: (print("own"), ended.set()))
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert ended.wait(900)
+    # its own handler ends it before the other thread has heard
+elif sys.argv[2] == "fork":
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    os.kill(child, signal.SIGTERM)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+else:
+    # no handler in Python runs, as in C code that does not come back
+    threading.Timer(0.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    while True:
+        ctypes.CDLL(None).pause()
+recorder.end()
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "out", "code", "left"),
+    [
+        pytest.param("own", "own", 0, "no error", marks=pytest.mark.slow),
+        pytest.param("fork", "-15", 0, "no error", marks=pytest.mark.slow),
+        ("default", "", -signal.SIGTERM, "SIGTERM"),
+    ],
+)
+def test_signals_end_what_they_ended_before(tmp_path, what, out, code, left):
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    script = [sys.executable, "-c", HANDLES, str(tmp_path), what]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (code, out, "")
+    words = read_one(tmp_path, "0")
+    assert words.left == left and words.signal == (None if what == "fork" else signal.SIGTERM)
+    if what == "default":
+        assert any("<string>" in call for call in words.stack)
+        assert "<string>" in (tmp_path / "stacks" / "rank-0.txt").read_text()
+
+
+def test_another_thread_may_begin_to_train(tmp_path, recorder):
+    thread = threading.Thread(target=recorder.start)
+    thread.start()
+    thread.join()
+    wait_until(lambda: "3" in dict(read_words(tmp_path)))
