@@ -175,6 +175,8 @@ class EventKind(enum.Enum):
 
     # a collective took longer than its limit: NCCL's watchdog, gloo, a store's barrier
     COLLECTIVE_TIMEOUT = "collective timeout"
+    # the library names a rank that did not come to a collective that others wait in
+    RANK_BEHIND = "rank behind"
     # ranks called different collectives, or with other arguments, as the library saw itself
     COLLECTIVE_MISMATCH = "collective mismatch"
     # a connection to another rank broke
@@ -232,6 +234,8 @@ class LogEvent:
     lasted_s: float | None = None
     # of a broken connection: the rank at its other end
     peer: int | None = None
+    # how often it was said, where the same lines, or many of this kind, are one event
+    count: int = 1
 
 
 @dataclass(frozen=True)

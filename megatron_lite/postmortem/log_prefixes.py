@@ -99,15 +99,19 @@ class PrefixReader:
     def split(self, line: str) -> tuple[LineOrigin, str]:
         """Split a line without colors into what stands in front of it, and the rest."""
         origin = LineOrigin()
+        has_time = False
         for _ in range(MAX_PREFIXES):
-            taken = self._take_name(line, origin) or self._take_time(line, origin)
+            taken = self._take_name(line, origin, has_time)
+            if taken is None:
+                taken = self._take_time(line, origin)
+                has_time = True
             if taken is None:
                 break
             origin, line = taken
         return origin, line
 
-    def _take_name(self, line: str, origin: LineOrigin) -> tuple[LineOrigin, str] | None:
-        """Take one name of the process; None where there is none."""
+    def _take_name(self, line: str, origin: LineOrigin, has_time: bool) -> tuple[LineOrigin, str] | None:
+        """Take one name of the process; None where there is none. has_time: whether a time stood in front of it."""
         for pattern in (RANK, LOCAL_RANK, MPI_RANK, RAY, POD, STERN):
             found = pattern.match(line)
             if found:
@@ -115,7 +119,7 @@ class PrefixReader:
         found = CONTAINER.match(line) or KERNEL_CLOCK.match(line)
         if found:
             return origin, line[found.end() :]
-        if origin.at is not None or origin.host is not None:
+        if has_time:
             found = SYSLOG.match(line)
             if found:
                 return replace(origin, host=found["host"]), line[found.end() :]

@@ -141,6 +141,10 @@ class StackReader:
         self._thread = None
         return False
 
+    def list_dumps(self) -> list[_Dump]:
+        """The dumps so far; of very many those in the middle are left out."""
+        return self.dumps
+
     def _begin(self, number: int) -> _Dump:
         """Begin the dump of another process, or a later one."""
         dump = _Dump(line=number, rank=self._next_rank)

@@ -97,6 +97,11 @@ class TracebackReader:
         """Whether the next lines may belong to a traceback."""
         return bool(self._state)
 
+    @property
+    def is_in_frames(self) -> bool:
+        """Whether the line before belongs to the calls of a traceback, whose text is no message of its own."""
+        return self._state == "frames"
+
     def feed(self, number: int, line: str) -> bool:
         """Take a line without prefixes.
 
@@ -128,6 +133,7 @@ class TracebackReader:
             self._is_chained = True
         elif not self._is_chained:
             self.finish()
+        self._is_chained = False
         self._begin(number)
         self._state = "frames"
 

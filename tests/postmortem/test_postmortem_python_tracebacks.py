@@ -42,6 +42,13 @@ def test_a_chain_is_one_exception_that_names_the_one_before(link):
     assert found.message == f"late (after {KEY_ERROR})"
 
 
+def test_a_chain_ends_where_another_exception_begins():
+    chain = (
+        f"{FIRST}KeyError\n\nDuring handling of the above exception, another exception occurred:\n\n{FIRST}OSError\n"
+    )
+    assert [one.message for one in read(chain + chain)] == ["(after KeyError)", "(after KeyError)"]
+
+
 def test_two_exceptions_are_two():
     assert [one.error for one in read(f"{FIRST}KeyError: 'k'\n{FIRST}ValueError\n")] == ["KeyError", "ValueError"]
 
