@@ -14,7 +14,7 @@ from megatron_lite.analysis.ranks.exposed import Exposed, measure_exposed
 from megatron_lite.analysis.ranks.rank_results import Imbalance, RankComparison, Straggler
 from megatron_lite.analysis.run.cores import find_core_shortage, find_core_use
 from megatron_lite.analysis.run.every_step import EveryStep, measure_every_step
-from megatron_lite.analysis.run.hardware import RanksHardware
+from megatron_lite.analysis.run.hardware import RanksHardware, complete_hardware
 from megatron_lite.analysis.run.learning import Learning, measure_learning
 from megatron_lite.analysis.run.pipeline_times import PipelineTimes, measure_pipeline
 from megatron_lite.analysis.run.run_results import WITHOUT_HARDWARE, Run
@@ -213,10 +213,12 @@ class Facts:
         """Times of the stages of a pipeline; None for a run without several, or where some are not known."""
         return measure_pipeline(self.run) if self.run else None
 
-    @property
+    @cached_property
     def ranks_hardware(self) -> RanksHardware:
         """Clocks, temperatures and errors of the ranks' hardware; without any figure where none was sampled."""
-        return self.run.hardware if self.run else WITHOUT_HARDWARE
+        of_ranks = {trace.rank or 0: trace.hardware for trace in self.traces if trace.hardware is not None}
+        by_lines = self.run.hardware if self.run else WITHOUT_HARDWARE
+        return complete_hardware(by_lines, of_ranks)
 
     @cached_property
     def every_step(self) -> EveryStep | None:

@@ -1,10 +1,15 @@
-"""What is added to the header of a trace of torch.profiler: what its rank got of the cores. Times are milliseconds."""
+"""What is added to the header of a trace of torch.profiler: what its rank got of the cores. Times are milliseconds.
+
+Ranks of a watched script that write no steps.jsonl also add samples of their hardware, a HardwareFigures.
+"""
 
 import msgspec
 
 from megatron_lite.formats.step_records import Number, Ordinal, Positive
 
 CORES_IN_TRACE = "megatron_lite_cores"  # key of the header
+# key of a HardwareFigures: samples since the process began, of a rank of a watched script that writes no lines
+HARDWARE_IN_TRACE = "megatron_lite_hardware"
 
 
 class RecordedCores(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -1,9 +1,11 @@
 """Samples the hardware of a rank in a thread beside its steps: what clocks, temperatures and counters tell of a run."""
 
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 
 import torch
@@ -51,67 +53,94 @@ def open_sensors(gpu: int | None) -> GpuSensors | str | None:
     return open_gpu(uuids, place)
 
 
+@dataclass
+class _Readings:
+    """Readings of one figure since the last `take`."""
+
+    number: int = 0
+    total: float = 0.0
+    least: float = math.inf
+    most: float = -math.inf
+
+    def add(self, value: float) -> None:
+        """Add one reading to the sums."""
+        self.number += 1
+        self.total += value
+        self.least = min(self.least, value)
+        self.most = max(self.most, value)
+
+
 class _Tally:
-    """Readings since the last `take`."""
+    """Sums over the samples since the last `take`: as small after a day as after a minute."""
 
     def __init__(self) -> None:
         self.samples = 0
         self.cpu_seconds = 0.0
-        self.values: dict[str, list[float]] = {}
-        self.limits: list[ClockLimit] = []
-        self.xids: list[int] | None = None
+        self.readings: dict[str, _Readings] = {}
+        # samples in which it is known what held the clock down, those of a working GPU, and those held down
+        self.with_limits = 0
+        self.at_work = 0
+        self.slowed = 0
+        self.power_capped = 0
+        self.limits = ClockLimit(0)
+        # Xid events; None where the driver tells of none
+        self.xids: int | None = None
+        self.last_xid: int | None = None
 
-    def add(self, gauges: Mapping[str, float | None], limits: ClockLimit | None) -> None:
+    def add(self, gauges: Mapping[str, float | None], limits: ClockLimit | None, xids: Sequence[int] | None) -> None:
         """Add a sample.
 
         Args:
             gauges: values by name; None for unknown.
             limits: what held the clock down; None for unknown.
+            xids: numbers of events; None for unknown.
         """
         self.samples += 1
-        if limits is not None:
-            self.limits.append(limits)
         is_idle = limits is not None and ClockLimit.IDLE in limits
+        if limits is not None:
+            self._add_limits(limits, is_idle)
         for name, value in gauges.items():
             if value is not None and not (is_idle and name in AT_WORK):
-                self.values.setdefault(name, []).append(value)
+                self.readings.setdefault(name, _Readings()).add(value)
+        if xids is not None:
+            self.xids = (self.xids or 0) + len(xids)
+        if xids:
+            self.last_xid = xids[-1]
+
+    def _add_limits(self, limits: ClockLimit, is_idle: bool) -> None:
+        """Count what held the clock down in a sample."""
+        self.with_limits += 1
+        if is_idle:
+            return
+        self.at_work += 1
+        self.limits |= limits
+        if limits & SLOWDOWNS:
+            self.slowed += 1
+        if ClockLimit.SW_POWER_CAP in limits:
+            self.power_capped += 1
 
     def fill(self, figures: HardwareFigures) -> None:
         """Write means, shares and extremes into the figures."""
         figures.samples = self.samples
         figures.sampling_ms = 1000 * self.cpu_seconds / self.samples
         for name in MEANS:
-            if name in self.values:
-                setattr(figures, name, fmean(self.values[name]))
-        figures.min_sm_clock_mhz = min(self.values.get("sm_clock_mhz", ()), default=None)
-        figures.temperature_c = max(self.values.get("temperature_c", ()), default=None)
-        self._fill_limits(figures)
-        if self.xids is not None:
-            figures.xids = len(self.xids)
-            figures.last_xid = self.xids[-1] if self.xids else None
-
-    def _fill_limits(self, figures: HardwareFigures) -> None:
-        """Write what held the clock down, and in how many samples."""
-        if not self.limits:
-            return
-        at_work = [limits for limits in self.limits if ClockLimit.IDLE not in limits]
-        figures.idle = 1 - len(at_work) / len(self.limits)
-        seen = ClockLimit(0)
-        for limits in at_work:
-            seen |= limits
-        figures.clock_limits = int(seen)
-        if at_work:
-            figures.slowed = _count_limited(at_work, SLOWDOWNS) / len(at_work)
-            figures.power_capped = _count_limited(at_work, ClockLimit.SW_POWER_CAP) / len(at_work)
-
-
-def _count_limited(samples: list[ClockLimit], by: ClockLimit) -> int:
-    """Count the samples in which one of these limits held the clock down."""
-    number = 0
-    for limits in samples:
-        if limits & by:
-            number += 1
-    return number
+            readings = self.readings.get(name)
+            if readings is not None:
+                setattr(figures, name, readings.total / readings.number)
+        clocks = self.readings.get("sm_clock_mhz")
+        if clocks is not None:
+            figures.min_sm_clock_mhz = clocks.least
+        temperatures = self.readings.get("temperature_c")
+        if temperatures is not None:
+            figures.temperature_c = temperatures.most
+        if self.with_limits:
+            figures.idle = 1 - self.at_work / self.with_limits
+            figures.clock_limits = int(self.limits)
+        if self.at_work:
+            figures.slowed = self.slowed / self.at_work
+            figures.power_capped = self.power_capped / self.at_work
+        figures.xids = self.xids
+        figures.last_xid = self.last_xid
 
 
 class HardwareSampler(Instrument):
@@ -228,9 +257,7 @@ class HardwareSampler(Instrument):
             if sensors is not None:
                 counts.update(sensors.read_counters())
         with self._lock:
-            self._tally.add(gauges, limits)
-            if xids is not None:
-                self._tally.xids = [*(self._tally.xids or []), *xids]
+            self._tally.add(gauges, limits, xids)
             if counts_too:
                 self._keep_counts(_select_known(counts))
             if sensors is not None and sensors.lost:

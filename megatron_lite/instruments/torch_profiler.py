@@ -25,7 +25,8 @@ from torch.profiler import ExecutionTraceObserver, ProfilerActivity, record_func
 from torch.profiler.profiler import _KinetoProfile
 
 from megatron_lite.config.args import ProfileArgs
-from megatron_lite.formats.trace_header import CORES_IN_TRACE, RecordedCores
+from megatron_lite.formats.hardware_record import HardwareFigures
+from megatron_lite.formats.trace_header import CORES_IN_TRACE, HARDWARE_IN_TRACE, RecordedCores
 from megatron_lite.instruments.base import Instrument, Tell, Window
 from megatron_lite.instruments.module_ranges import ModuleRanges
 from megatron_lite.phases import PYTHON_GC
@@ -304,10 +305,21 @@ class TorchProfiler(Instrument):
         cuda: Whether the run computes on a GPU.
         folder: Where the files are written.
         tell: Called with each line for the console.
+        take_hardware: Returns samples of this rank's hardware for the trace's header; None where lines hold them.
     """
 
-    def __init__(self, window: Window, options: ProfileArgs, rank: int, cuda: bool, folder: Path, tell: Tell) -> None:
+    def __init__(
+        self,
+        window: Window,
+        options: ProfileArgs,
+        rank: int,
+        cuda: bool,
+        folder: Path,
+        tell: Tell,
+        take_hardware: Callable[[], HardwareFigures | None] | None = None,
+    ) -> None:
         self.window = window
+        self._take_hardware = take_hardware
         self.folder = folder
         self.rank = rank
         self._tell = tell
@@ -446,8 +458,8 @@ class TorchProfiler(Instrument):
             self._modules.open()
 
     def _write_cores(self, profiler: _KinetoProfile) -> None:
-        """Write what was got of the cores into the trace's header. To be called while recording: later nothing is
-        added to it."""
+        """Write what was got of the cores, and samples of the hardware, into the trace's header. To be called while
+        recording: later nothing is added to it."""
         if self._cores is None:
             return
         told = self._cores.describe()
@@ -455,6 +467,9 @@ class TorchProfiler(Instrument):
         self._cores = None
         if told is not None:
             profiler.add_metadata_json(CORES_IN_TRACE, msgspec.json.encode(told).decode())
+        figures = self._take_hardware() if self._take_hardware is not None else None
+        if figures is not None:
+            profiler.add_metadata_json(HARDWARE_IN_TRACE, msgspec.json.encode(figures).decode())
 
     def _stop(self, profiler: _KinetoProfile) -> None:
         """Stop recording; from here on the profiler is no longer this instrument's."""

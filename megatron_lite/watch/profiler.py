@@ -601,7 +601,9 @@ class Profiler:
             size: ranks of the job.
         """
         options = ProfileArgs(use_pytorch_profiler=True, pytorch_profiler_collect_shapes=True)
-        self._torch_profiler = TorchProfiler(self.window, options, self.rank, cuda, self.folder, _tell)
+        # the first rank has lines in steps.jsonl
+        take_hardware = self._hardware.take if self.rank and self._hardware else None
+        self._torch_profiler = TorchProfiler(self.window, options, self.rank, cuda, self.folder, _tell, take_hardware)
         members = self._build_memory_instruments(cuda, size)
         if not self._makes_way:
             members.append(self._torch_profiler)

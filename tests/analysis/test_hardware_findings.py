@@ -5,7 +5,7 @@ import json
 import pytest
 from support.finding_cases import CAPPED, HOT, recorded, sampled
 from support.paths import REPO
-from support.training_maker import rank_lines
+from support.training_maker import gpu, rank_lines
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.compare.compare import compare
@@ -13,6 +13,7 @@ from megatron_lite.analysis.compare.compare_results import Change
 from megatron_lite.analysis.run.baseline import make_baseline, unpack_baseline
 from megatron_lite.analysis.run.read import read_run
 from megatron_lite.formats.hardware_record import ClockLimit, name_limits
+from megatron_lite.formats.trace_header import HARDWARE_IN_TRACE
 from megatron_lite.report.sections.all import build_sections
 
 LATE = (3.0, 9.0)
@@ -158,3 +159,32 @@ def test_a_baseline_keeps_the_gpu_with_the_lowest_clock(tmp_path):
     again = read_run(unpack_baseline(path, tmp_path / "made"))
     assert again.hardware.get_one("sm_clock_mhz", 1) == 1095 and again.hardware.get_limits(1) == HOT
     assert again.hardware.get_one("sm_clock_mhz", 0) is None
+
+
+def trace_with(folder, rank, hardware):
+    gpu(folder, rank=rank, header={HARDWARE_IN_TRACE: hardware})
+
+
+def test_traces_tell_of_ranks_that_write_no_lines(tmp_path):
+    hot = {"samples": 20, "idle": 0, "sm_clock_mhz": 1095, "max_sm_clock_mhz": 1980, "slowed": 0.9, "clock_limits": HOT}
+    trace_with(tmp_path, 0, {"samples": 20, "idle": 0, "sm_clock_mhz": 1980, "slowed": 0, "clock_limits": 0})
+    trace_with(tmp_path, 1, hot)
+    report = analyze([tmp_path])
+    slowed = find(report, "gpu-slowed")
+    assert slowed.rank == 1 and report.findings[0] is slowed
+    assert report.facts.ranks_hardware.get("sm_clock_mhz").tolist() == [1980, 1095]
+
+
+def test_lines_are_believed_before_traces(tmp_path):
+    sampled(sm_clock_mhz=[1980, 1095], slowed=[0, 0.9], clock_limits=[0, HOT])(tmp_path)
+    trace_with(tmp_path, 1, {"samples": 3, "sm_clock_mhz": 500})
+    trace_with(tmp_path, 2, {"samples": 3, "sm_clock_mhz": 700, "temperature_c": 60})
+    hardware = analyze([tmp_path]).facts.ranks_hardware
+    assert hardware.get("sm_clock_mhz").tolist() == [1980, 1095, 700]
+    assert hardware.get_one("temperature_c", 2) == 60
+
+
+@pytest.mark.parametrize("hardware", [[], "hot", {"samples": "many"}, {"sm_clock_mhz": -1}, {"samples": 1e300}])
+def test_headers_of_another_form_tell_nothing(tmp_path, hardware):
+    trace_with(tmp_path, 0, hardware)
+    assert analyze([tmp_path]).facts.ranks_hardware.figures == {}

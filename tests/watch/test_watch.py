@@ -14,6 +14,7 @@ from support.watched_runs import PHASES, read_steps
 from support.wording import wording
 from torch import nn
 
+from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.run.read import read_run
 from megatron_lite.cli.main import main
 from megatron_lite.watch.profiler import Profiler
@@ -258,9 +259,15 @@ def test_another_rank_writes_no_steps_and_keeps_none(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_lite.watch.profiler.MAX_SILENCE_S", -1)
     model = nn.Linear(8, 1)
     with Profiler(tmp_path, steps=range(3, 4)) as profiler:
-        train(6, [torch.optim.SGD(model.parameters(), lr=0.1)], model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        train(1, [optimizer], model)
+        # not its thread's turn, which the machine chooses
+        profiler._hardware.sample()
+        train(5, [optimizer], model)
         assert profiler._timeline.so_far() == []
     assert steps_of(tmp_path, rank=1) == [3] and not (tmp_path / "steps.jsonl").exists()
+    [one] = analyze([tmp_path]).facts.ranks_seen
+    assert one.trace.hardware.samples >= 1
 
 
 def test_another_thread_is_left_alone(tmp_path):

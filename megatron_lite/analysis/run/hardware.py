@@ -62,6 +62,40 @@ class RanksHardware:
         return "sm_clock_mhz" in self.figures or LIMITS in self.figures
 
 
+MAX_RANKS_BESIDE = 2**16  # ranks whose own files may tell of: a damaged number takes no room
+
+
+def complete_hardware(hardware: RanksHardware, of_ranks: Mapping[int, HardwareFigures]) -> RanksHardware:
+    """Add the figures of ranks that the lines of a run do not know.
+
+    Args:
+        hardware: by the lines.
+        of_ranks: by rank, what its own trace tells.
+    """
+    known = ~np.isnan(hardware.get(SAMPLES))
+    others = {}
+    for rank, figures in of_ranks.items():
+        is_known = rank < hardware.ranks and known[rank]
+        if rank < MAX_RANKS_BESIDE and not is_known:
+            others[rank] = figures
+    if not others:
+        return hardware
+    last = max(others)
+    ranks = max(hardware.ranks, last + 1)
+    completed = {}
+    for name in FIGURES:
+        column = np.full(ranks, math.nan)
+        column[: hardware.ranks] = hardware.get(name)
+        for rank, figures in others.items():
+            value = getattr(figures, name)
+            if value is not None:
+                column[rank] = value
+        is_unknown = np.isnan(column)
+        if not is_unknown.all():
+            completed[name] = tuple(column.tolist())
+    return RanksHardware(ranks, completed)
+
+
 Merge = Callable[[Numbers, Numbers], Numbers]
 
 
@@ -133,7 +167,11 @@ class HardwareTally:
             means = np.full(self._ranks, math.nan)
             np.divide(sums, weights, out=means, where=weights > 0)
             figures[name] = means
-        known = {name: tuple(values.tolist()) for name, values in figures.items() if not np.isnan(values).all()}
+        known = {}
+        for name, values in figures.items():
+            is_unknown = np.isnan(values)
+            if not is_unknown.all():
+                known[name] = tuple(values.tolist())
         return RanksHardware(self._ranks, known)
 
     def _forget(self, ranks: int) -> None:
@@ -173,5 +211,6 @@ class HardwareTally:
         is_known = ~np.isnan(values) & (weights > 0)
         sums = self._sums.setdefault(name, np.zeros(self._ranks))
         all_weights = self._weights.setdefault(name, np.zeros(self._ranks))
-        sums[is_known] += values[is_known] * weights[is_known]
+        weighted = values * weights
+        sums[is_known] += weighted[is_known]
         all_weights[is_known] += weights[is_known]

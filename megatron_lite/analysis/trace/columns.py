@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from megatron_lite.analysis.core_use import CoreUse
 from megatron_lite.analysis.intervals import Cover, Flags, Integers, Nesting, union
 from megatron_lite.errors import UserError
+from megatron_lite.formats.hardware_record import HardwareFigures
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -164,6 +165,7 @@ class Trace:
     groups: tuple[ProcessGroup, ...] = ()  # all that the process is in; () if the file does not say
     # header values worth showing: distributed backend, NCCL version, ...
     facts: dict[str, Any] = field(default_factory=dict)
+    hardware: HardwareFigures | None = None  # samples of the rank's clocks and errors; None: the file has none
     cores: CoreUse | None = None  # what the process got of the cores in the recorded steps; None: the file does not say
 
     def name_of(self, event: int) -> str:

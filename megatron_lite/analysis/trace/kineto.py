@@ -44,8 +44,9 @@ from megatron_lite.analysis.trace.kineto_kinds import (
     find_kinds_and_devices,
     kinds_of_categories,
 )
+from megatron_lite.formats.hardware_record import HardwareFigures
 from megatron_lite.formats.run_record import MAX_RANKS
-from megatron_lite.formats.trace_header import CORES_IN_TRACE
+from megatron_lite.formats.trace_header import CORES_IN_TRACE, HARDWARE_IN_TRACE
 from megatron_lite.units import significant
 
 # an operator's output_mask among its "Concrete Inputs": "[False, True, False]"
@@ -401,7 +402,16 @@ def read_header(
         "base_ns": (base_ns or 0) + first_ns if has_clock else None,
         "groups": _read_groups(ranks),
         "cores": read_core_use(header.get(CORES_IN_TRACE)),
+        "hardware": _read_hardware(header.get(HARDWARE_IN_TRACE)),
     }
+
+
+def _read_hardware(written: object) -> HardwareFigures | None:
+    """The samples of a rank's hardware; None for nothing, or for what makes no sense."""
+    try:
+        return msgspec.convert(written, HardwareFigures)
+    except msgspec.ValidationError:
+        return None
 
 
 def _list_dicts(value: object) -> list[dict[str, Any]]:
