@@ -36,8 +36,11 @@ SECTION = re.compile(
     r"(?P<handler>\w{1,64})[^\n]*\n",
     re.MULTILINE,
 )
-PARTIAL = re.compile(r"^PARTIAL DATA: (?P<answered>\d{1,6})/(?P<asked>\d{1,6}) workers responded$", re.MULTILINE)
-FAILURE = re.compile(r"^  Rank (?P<rank>\d{1,6}): (?P<why>[^\n]*)$", re.MULTILINE)
+PARTIAL = re.compile(
+    r"^(?:\s*<pre>)?PARTIAL DATA: (?P<answered>\d{1,6})/(?P<asked>\d{1,6}) workers responded$", re.MULTILINE
+)
+FAILURE = re.compile(r"^  Rank (?P<rank>\d{1,6}): (?P<why>[^\n]*?)(?:</pre>)?$", re.MULTILINE)
+SUMMARY_END = re.compile(r"\n\s*\n|</pre>(?=\n)")
 # of a section, by the status of HTTP; other errors are answers: the rank does not know the request
 FAILED_ANSWER = re.compile(r"\s*(?:Error: |<p>Failed to (?:fetch|dump): status=)(?P<status>\d{3})\b")
 NO_ANSWER = {"408": "Timeout", "502": "Error", "503": "ConnectionError"}
@@ -61,7 +64,9 @@ def is_debug_dump(head: bytes, path: Path) -> bool:
         return True
     found = SECTION.search(text)
     is_page = text.lstrip().startswith("<") and "Torch Distributed Debug Server" in text
-    return found is not None and (is_page or found.start() == 0)
+    if is_page:
+        return found is not None or "<h2>Collectives</h2>" in text
+    return found is not None and found.start() == 0
 
 
 def read_debug_dump(path: Path) -> JobEvidence:
@@ -169,7 +174,7 @@ class _DumpReader:
 
     def _find_world_size(self, text: str, progress: list[RankProgress]) -> int | None:
         """The number of ranks: all of them are asked, and write their addresses before."""
-        if asked := PARTIAL.match(text):
+        if asked := PARTIAL.search(text):
             return int(asked["asked"])
         ranks = {*self._hosts, *(one.rank for one in progress)}
         return len(ranks) if ranks and max(ranks) + 1 == len(ranks) else None
@@ -177,9 +182,9 @@ class _DumpReader:
     def _read_unanswered(self, text: str, sections: list[_Section]) -> tuple[UnansweredRequest, ...]:
         """Ranks that did not answer: the summary says why, a page's sections the status only."""
         reasons = {}
-        if summary := PARTIAL.match(text):
-            end = text.find("\n\n")
-            for found in FAILURE.finditer(text, summary.end(), len(text) if end < 0 else end):
+        if summary := PARTIAL.search(text):
+            end = SUMMARY_END.search(text, summary.end())
+            for found in FAILURE.finditer(text, summary.end(), end.start() if end else len(text)):
                 reasons[int(found["rank"])] = found["why"]
         for section in sections:
             failed = FAILED_ANSWER.match(section.text)

@@ -4,6 +4,8 @@ A row of the table of collectives tells which ranks were to meet in it, which of
 other arguments. Recordings are made of it, as far as it goes.
 """
 
+import html
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +24,9 @@ MISMATCH = re.compile(
 # of all ranks that differ
 MAX_MISMATCH_LETTERS = 100_000
 MAX_TABLE_LINES = 200_000
+PAGE_TABLE = re.compile(r"<h2>Collectives</h2>\s*<table>(?P<table>.*?)</table>", re.DOTALL)
+PAGE_ROW = re.compile(r"<tr>(?P<cells>.*?)</tr>", re.DOTALL)
+PAGE_CELL = re.compile(r"<t[hd][^>]*>(.*?)</t[hd]>", re.DOTALL)
 MESSAGE_ROW = re.compile(r"\w+:(?:send|recv) ")
 
 
@@ -78,6 +83,14 @@ def _read_rows(text: str) -> Iterator[Mapping[str, str]]:
             lines.append(line)
         if lines:
             yield from _split_table(lines)
+    for found in PAGE_TABLE.finditer(text):
+        names: list[str] = []
+        for row in itertools.islice(PAGE_ROW.finditer(found["table"]), MAX_TABLE_LINES):
+            cells = [html.unescape(cell).strip() for cell in PAGE_CELL.findall(row["cells"])]
+            if names:
+                yield dict(zip(names, cells, strict=False))
+            else:
+                names = cells
 
 
 def _split_table(lines: Sequence[str]) -> Iterator[Mapping[str, str]]:

@@ -78,6 +78,8 @@ def read_flight_recordings(path: Path) -> JobEvidence:
 
 # --- ranks that names tell
 
+# places on a node, and nodes
+OTHER_RANK = re.compile(r"(?:local|node|group|machine|host)[_\-]?rank[_\-. \[]?\d+", re.IGNORECASE)
 RANK_WORD = re.compile(r"rank[_\-. \[]?(\d{1,6})(?!\d)", re.IGNORECASE)
 RANK_FOLDER = re.compile(r"rank[_\-]?(\d{1,6})", re.IGNORECASE)
 # what torch appends to the prefix that it is given; not the last part of a date or a time
@@ -87,9 +89,10 @@ RANK_KEY = re.compile(r"(?:\w*rank[_\-]?)?(\d{1,6})(?:\.\w+)*", re.IGNORECASE)
 
 def find_rank_in_path(path: Path) -> int | None:
     """The rank in a file's name, or in that of the nearest folder: 3 of trace_rank_3.pkl, of fr_3, of rank_3/dump."""
-    if words := RANK_WORD.findall(path.name):
+    name = OTHER_RANK.sub("", path.name)
+    if words := RANK_WORD.findall(name):
         return int(words[-1])
-    if found := LAST_NUMBER.search(path.name):
+    if found := LAST_NUMBER.search(name):
         return int(found[1])
     for folder in path.parents:
         if found := RANK_FOLDER.fullmatch(folder.name):

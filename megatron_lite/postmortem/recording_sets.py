@@ -16,8 +16,12 @@ from megatron_lite.units import counted
 
 # clocks of hosts may differ by so much
 MAX_CLOCK_SKEW_NS = 60 * 10**9
+# of those that are left out
+MAX_NAMED_SETS = 3
 ATTEMPT_FOLDER = re.compile(r"attempt_(\d{1,4})")
 LAST_DIGITS = re.compile(r"\d{1,9}(?=\D*$)")
+# a backend with a rank, or with the file of a rank that is unknown
+Owner = tuple[str, int | str]
 
 
 @dataclass(frozen=True)
@@ -29,17 +33,21 @@ class RecordingSet:
     recordings: tuple[FlightRecording, ...]
 
     @property
-    def owners(self) -> set[tuple[str, int | str]]:
-        """Backends and ranks; the file stands for a rank that is unknown."""
-        return {
-            (recording.backend, recording.source if recording.rank is None else recording.rank)
-            for recording in self.recordings
-        }
+    def owners(self) -> set[Owner]:
+        """The backends and ranks that the recordings are of."""
+        return set(map(_find_owner, self.recordings))
 
     @property
     def newest_ns(self) -> int:
-        """When its newest call was made; 0 where nothing tells."""
-        return max((_find_newest_ns(recording) for recording in self.recordings), default=0)
+        """The moment at which its newest call was made; 0 where nothing tells."""
+        return max(map(_find_newest_ns, self.recordings), default=0)
+
+    @property
+    def attempt(self) -> str:
+        """The number of the attempt, as torchelastic's folders have it; "" without one."""
+        folder = str(Path(self.name).parent)
+        numbers: list[str] = ATTEMPT_FOLDER.findall(folder)
+        return numbers[-1] if numbers else ""
 
 
 def choose_recordings(
@@ -55,143 +63,169 @@ def choose_recordings(
         Those of the newest set that is complete, or of the newest attempt if that was never complete; and a line for
         each that is left out, or whose rank is unknown.
     """
-    settled, notes = _settle_last_rank(recordings, world_size)
-    sets = sorted(_split_sets(settled), key=lambda one: one.newest_ns)
-    if not sets:
-        return (), tuple(notes)
-    chosen = _unite_sets(sets, notes)
-    kept, stale = _split_stale(chosen.recordings)
-    notes += [f"{one.source}: was written by an attempt before that of the others, and is left out." for one in stale]
-    kept.sort(key=lambda one: (one.rank is None, one.rank or 0, one.backend))
+    if not recordings:
+        return (), ()
+    settled = _settle_last_rank(_settle_backends(recordings), world_size)
+    notes = []
+    for recording in settled:
+        if recording.rank is None:
+            notes.append(f"{recording.source}: neither what it holds nor its name tells its rank.")
+    sets = _split_sets(settled)
+    first = _choose_first(sets)
+    chosen, left_out = _add_other_ranks(first, sets)
+    notes += _describe_left_out(left_out, first)
+    kept = []
+    for recording in chosen:
+        if _is_stale(recording, chosen):
+            notes.append(f"{recording.source}: was written by an attempt before the others', and is left out.")
+        else:
+            kept.append(recording)
+    kept.sort(key=_find_place)
     return tuple(kept), tuple(notes)
 
 
-def _settle_last_rank(
-    recordings: Sequence[FlightRecording], world_size: int | None
-) -> tuple[list[FlightRecording], list[str]]:
+def _find_place(recording: FlightRecording) -> tuple[bool, int, str]:
+    """A key by which recordings stand in the order of their ranks; unknown ones come last."""
+    return recording.rank is None, recording.rank or 0, recording.backend
+
+
+def _find_owner(recording: FlightRecording) -> Owner:
+    if recording.rank is None:
+        return recording.backend, recording.source
+    return recording.backend, recording.rank
+
+
+# --- what follows from the others
+
+
+def _settle_backends(recordings: Sequence[FlightRecording]) -> list[FlightRecording]:
+    """Give recordings without a call, which nothing tells the backend of, the only one that the others have."""
+    known = {recording.backend for recording in recordings if recording.backend}
+    if len(known) != 1:
+        return list(recordings)
+    (backend,) = known
+    return [replace(recording, backend=backend) for recording in recordings]
+
+
+def _settle_last_rank(recordings: list[FlightRecording], world_size: int | None) -> list[FlightRecording]:
     """Give the only recording without a rank the only rank without a recording."""
-    unknown = [recording for recording in recordings if recording.rank is None]
-    known = [recording.rank for recording in recordings if recording.rank is not None]
-    missing = set(range(world_size or 0)).difference(known)
-    are_all_distinct = len(set(known)) == len(known)
-    if len(unknown) == 1 and len(missing) == 1 and are_all_distinct and len(recordings) == world_size:
-        (rank,) = missing
-        return [replace(one, rank=rank) if one.rank is None else one for one in recordings], []
-    return list(recordings), [f"{one.source}: neither what it holds nor its name tells its rank." for one in unknown]
+    known = {recording.rank for recording in recordings if recording.rank is not None}
+    missing = set(range(world_size or 0)) - known
+    # one more of them than of known ranks: no rank has two, and one is unknown
+    if len(recordings) != world_size or len(known) != len(recordings) - 1 or len(missing) != 1:
+        return recordings
+    (last,) = missing
+    settled = []
+    for recording in recordings:
+        rank = last if recording.rank is None else recording.rank
+        settled.append(replace(recording, rank=rank))
+    return settled
 
 
 # --- sets
 
 
 def _split_sets(recordings: Sequence[FlightRecording]) -> list[RecordingSet]:
-    """Recordings by the path that they share; several of one rank at one path are sets of their own."""
-    found: dict[tuple[str, int], list[FlightRecording]] = {}
-    seen: dict[tuple[str, str, int | None], int] = {}
-    sources = Counter(recording.source for recording in recordings)
+    """Recordings by the path that they share, oldest first; several of one rank at one path are sets of their own."""
+    in_files = Counter(recording.source for recording in recordings)
+    members: dict[tuple[str, int], list[FlightRecording]] = {}
+    repeats: Counter[tuple[str, Owner]] = Counter()
     for recording in sorted(recordings, key=_find_newest_ns):
-        name = _find_shared_path(recording, sources[recording.source] == 1)
-        key = (name, recording.backend, recording.rank)
-        repeated = seen.get(key, 0) if recording.rank is not None else 0
-        seen[key] = repeated + 1
-        found.setdefault((name, repeated), []).append(recording)
-    return [RecordingSet(name, tuple(members)) for (name, _), members in found.items()]
+        name = recording.source
+        if in_files[name] == 1 and recording.rank is not None:
+            name = _hide_rank(Path(name), recording.rank)
+        owner = _find_owner(recording)
+        number = repeats[name, owner]
+        repeats[name, owner] += 1
+        members.setdefault((name, number), []).append(recording)
+    sets = [RecordingSet(name, tuple(together)) for (name, _), together in members.items()]
+    return sorted(sets, key=lambda one: one.newest_ns)
 
 
-def _find_shared_path(recording: FlightRecording, is_alone: bool) -> str:
-    """The path of a recording with * for its rank, in the file's name, or in that of its folder: rank_3.
-
-    Args:
-        recording: Of a rank, or of an unknown one.
-        is_alone: Whether its file holds no other.
-    """
-    path = Path(recording.source)
-    if not is_alone or recording.rank is None:
-        return recording.source
-    if shared := _hide_rank(path.name, recording.rank):
-        return str(path.with_name(shared))
+def _hide_rank(path: Path, rank: int) -> str:
+    """The path with * for the rank at the end of the file's name, or of that of its folder: rank_3."""
     folder = path.parent
-    if RANK_FOLDER.fullmatch(folder.name) and (shared := _hide_rank(folder.name, recording.rank)):
-        return str(folder.with_name(shared) / path.name)
-    return recording.source
+    if _ends_in(path.name, rank):
+        return str(folder / LAST_DIGITS.sub("*", path.name))
+    if RANK_FOLDER.fullmatch(folder.name) and _ends_in(folder.name, rank):
+        return str(folder.parent / LAST_DIGITS.sub("*", folder.name) / path.name)
+    return str(path)
 
 
-def _hide_rank(name: str, rank: int) -> str | None:
-    """The name with * for its last number; None where that is not the rank."""
+def _ends_in(name: str, rank: int) -> bool:
     found = LAST_DIGITS.search(name)
-    if found is None or int(found[0]) != rank:
-        return None
-    return f"{name[: found.start()]}*{name[found.end() :]}"
+    return found is not None and int(found[0]) == rank
 
 
-def _unite_sets(sets: Sequence[RecordingSet], notes: list[str]) -> RecordingSet:
-    """The newest set, with those that tell of other ranks of the same attempt; each other one is noted.
+def _choose_first(sets: Sequence[RecordingSet]) -> RecordingSet:
+    """The newest complete set, or the newest one if it is of a later attempt.
 
-    Args:
-        sets: Oldest first.
-        notes: Where a line is added for each set that is left out.
+    A newer dump of few ranks of the same attempt says less than one of all.
     """
     fullest = max(len(one.owners) for one in sets)
     newest = sets[-1]
-    full = [one for one in sets if len(one.owners) == fullest]
-    # a newer dump of few ranks of the same attempt says less than one of all
-    first = newest if _is_later_attempt(newest, full[-1]) else full[-1]
-    chosen = RecordingSet(first.name, first.recordings)
-    for one in reversed(sets):
-        if one is first:
-            continue
-        if one.owners.isdisjoint(chosen.owners) and _find_attempt(one) == _find_attempt(first):
-            chosen = RecordingSet(first.name, chosen.recordings + one.recordings)
-        else:
-            when = "newer, and of fewer ranks" if one.newest_ns > first.newest_ns else "older"
-            notes.append(
-                f"{one.name}: {counted(len(one.recordings), 'recording')} left out; {first.name} is read, "
-                f"beside which these are {when}."
-            )
-    return chosen
-
-
-def _find_attempt(one: RecordingSet) -> str:
-    """The number of the attempt, as torchelastic's folders have it; "" without one."""
-    found = ATTEMPT_FOLDER.findall(str(Path(one.name).parent))
-    return str(found[-1]) if found else ""
+    complete = [one for one in sets if len(one.owners) == fullest][-1]
+    return newest if _is_later_attempt(newest, complete) else complete
 
 
 def _is_later_attempt(one: RecordingSet, other: RecordingSet) -> bool:
     """Whether the recorders of `one` began after those of `other` ended: the processes are new ones."""
-    if _find_attempt(one) != _find_attempt(other):
+    if one.attempt != other.attempt:
         return True
-    if one.newest_ns == 0 or other.newest_ns == 0:
-        return False
-    begins = [_find_begin_ns(recording) for recording in one.recordings]
-    known = [begin for begin in begins if begin is not None]
-    return bool(known) and min(known) > other.newest_ns
+    begins = _find_begins(one.recordings)
+    return bool(begins) and other.newest_ns > 0 and min(begins) > other.newest_ns
+
+
+def _add_other_ranks(
+    first: RecordingSet, sets: Sequence[RecordingSet]
+) -> tuple[list[FlightRecording], list[RecordingSet]]:
+    """The recordings of `first`, and of sets of other ranks of its attempt, newest first; and the sets left out."""
+    chosen = list(first.recordings)
+    owners = first.owners
+    left_out = []
+    for one in reversed(sets):
+        if one is first:
+            continue
+        if one.attempt == first.attempt and owners.isdisjoint(one.owners):
+            chosen += one.recordings
+            owners |= one.owners
+        else:
+            left_out.append(one)
+    return chosen, left_out
+
+
+def _describe_left_out(left_out: Sequence[RecordingSet], first: RecordingSet) -> list[str]:
+    lines = []
+    for one in left_out[:MAX_NAMED_SETS]:
+        age = "newer, and of fewer ranks" if one.newest_ns > first.newest_ns else "older"
+        what = counted(len(one.recordings), "recording")
+        lines.append(f"{one.name}: {what} left out; {first.name} is read, beside which these are {age}.")
+    others = left_out[MAX_NAMED_SETS:]
+    if others:
+        what = counted(len(others) - 1, "other set")
+        lines.append(f"{others[-1].name} and {what} of recordings are left out, too.")
+    return lines
 
 
 # --- files that the last attempt did not overwrite
 
 
-def _split_stale(recordings: Sequence[FlightRecording]) -> tuple[list[FlightRecording], list[FlightRecording]]:
-    """Recordings of one attempt, and those whose last call is older than the first call of all others."""
-    begins = [_find_begin_ns(recording) for recording in recordings]
-    kept: list[FlightRecording] = []
-    stale: list[FlightRecording] = []
-    for number, recording in enumerate(recordings):
-        others = [begin for at, begin in enumerate(begins) if at != number and begin is not None]
-        newest_ns = _find_newest_ns(recording)
-        is_stale = newest_ns > 0 and any(newest_ns + MAX_CLOCK_SKEW_NS < begin for begin in others)
-        if is_stale:
-            stale.append(recording)
-        else:
-            kept.append(recording)
-    return kept, stale
+def _is_stale(recording: FlightRecording, chosen: Sequence[FlightRecording]) -> bool:
+    """Whether the last call of a recording is older than the first calls of most processes."""
+    newest_ns = _find_newest_ns(recording)
+    begins = _find_begins(chosen)
+    later = [begin for begin in begins if begin > newest_ns + MAX_CLOCK_SKEW_NS]
+    return newest_ns > 0 and 2 * len(later) > len(begins)
 
 
 def _find_newest_ns(recording: FlightRecording) -> int:
     return max((call.created_ns or 0 for call in recording.calls), default=0)
 
 
-def _find_begin_ns(recording: FlightRecording) -> int | None:
-    """When the first call of a process was made; None where the recorder no longer has it."""
-    if not recording.calls or recording.calls[0].record > 0:
-        return None
-    return recording.calls[0].created_ns
+def _find_begins(recordings: Sequence[FlightRecording]) -> list[int]:
+    """When the first calls of processes were made; recorders that no longer have them are left out."""
+    begins = []
+    for recording in recordings:
+        if recording.calls and recording.calls[0].record == 0:
+            begins.append(recording.calls[0].created_ns or 0)
+    return begins

@@ -90,6 +90,17 @@ def test_tables_tell_who_entered_what(read):
     assert [(call.group, call.number, call.input_shapes) for call in recordings[2].calls] == [("0", 1, ((4, 2),))]
 
 
+def test_pages_with_tables_are_read(read):
+    row = {"id": "0", "collective_seq_id": "7", "pg_desc": "0:default_pg", "collective_name": "nccl:all_reduce",
+           "input_sizes": "[[4]]", "output_sizes": "[[4]]", "expected_ranks": "{0, 1, 2}",
+           "collective_state": "started", "missing_ranks": "{1}", "mismatch_collectives": ""}  # fmt: skip
+    summary = f"PARTIAL DATA: 2/3 workers responded\n  Rank 2: {made.REFUSED}"
+    evidence = read(made.make_tables_page([row], summary))
+    assert [(one.rank, [call.number for call in one.calls]) for one in evidence.recordings] == [(0, [7]), (1, [])]
+    assert [(one.rank, one.was_refused) for one in evidence.unanswered] == [(2, True)]
+    assert evidence.world_size == 3
+
+
 def test_tables_say_nothing_of_ranks_that_did_not_answer(read):
     text = f"PARTIAL DATA: 2/3 workers responded\n  Rank 1: {made.REFUSED}\n\n{made.TABLES}"
     evidence = read(text)

@@ -158,7 +158,7 @@ def test_dumps_of_several_ranks_lie_in_one_file(tmp_path):
     [
         ("nccl_trace_rank_3", 3), ("fr_12", 12), ("trace12", 12), ("host7_rank_3.pkl", 3), ("rank_3/dump.pkl", 3),
         ("fr_rank3.json", 3), ("nccl_trace_rank_", None), ("dump_20261128", None), ("dump_2026-11-28", None),
-        ("dump.pkl", None), ("attempt_1/5/dump", None),
+        ("dump.pkl", None), ("node_rank_2_rank_9", 9), ("local_rank_3", None), ("rank_4/local_rank_3.pkl", 4), ("attempt_1/5/dump", None),
     ],
 )  # fmt: skip
 def test_ranks_are_read_from_names(name, rank):

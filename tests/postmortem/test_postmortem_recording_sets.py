@@ -50,6 +50,24 @@ def test_of_dumps_of_one_attempt_the_newest_complete_one_counts(tmp_path):
     assert len(evidence.unread) == 2
 
 
+def test_many_dumps_are_named_in_a_few_lines(tmp_path):
+    for calls in range(1, 21):
+        make_job(calls).write(tmp_path, prefix=f"dump{calls:02}_rank_")
+    evidence = collect_evidence([tmp_path])
+    assert count_calls(evidence) == dict.fromkeys(range(4), 20)
+    assert len(evidence.unread) == 4
+    assert f"{tmp_path}/dump01_rank_* and 15 other sets" in evidence.unread[-1]
+
+
+def test_a_rank_that_called_nothing_is_there(tmp_path):
+    job = RecordedJob(4)
+    job.call(without=[2])
+    job.write(tmp_path)
+    evidence = collect_evidence([tmp_path])
+    assert count_calls(evidence) == {0: 1, 1: 1, 2: 0, 3: 1}
+    assert {recording.backend for recording in evidence.recordings} == {"nccl"}
+
+
 def test_a_restarted_job_counts_without_folders_of_attempts(tmp_path):
     make_job(3).write(tmp_path, prefix="a_")
     make_job(2, after_s=1000).write(tmp_path, [1, 2], prefix="b_")
@@ -81,6 +99,15 @@ def test_a_file_of_an_attempt_before_is_no_slow_rank(tmp_path):
     evidence = collect_evidence([tmp_path])
     assert count_calls(evidence) == {0: 5, 1: 5, 2: 5}
     assert [line.partition(":")[0] for line in evidence.unread] == [f"{tmp_path}/nccl_trace_rank_3"]
+
+
+def test_a_rank_that_called_late_makes_nobody_old(tmp_path):
+    job = RecordedJob(4, {"1": ("first", [0, 1, 2])})
+    job.call(group="1")
+    job.wait(500)
+    job.call(without=[2])
+    job.write(tmp_path)
+    assert count_calls(collect_evidence([tmp_path])) == {0: 2, 1: 2, 2: 1, 3: 1}
 
 
 def test_a_slow_rank_stays(tmp_path):

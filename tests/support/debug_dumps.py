@@ -1,5 +1,6 @@
 """Dumps and pages of torch.distributed.debug, as torch 2.13 writes them of two to many ranks."""
 
+import html
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -57,6 +58,18 @@ def make_page(answers: Sequence[str], handler: str, failures: Mapping[int, int] 
             parts.append(f"            <pre>{answer}</pre>")
         parts.append("        ")
     return "\n".join([*parts, "</section>"])
+
+
+def make_tables_page(rows: Sequence[Mapping[str, str]], summary: str = "") -> str:
+    """The page of torch's analysis, with a table of collectives."""
+    heads = "".join(f'<th style="text-align: right;">{name}  </th>' for name in rows[0])
+    lines = ["".join(f"<td>{html.escape(value)}   </td>" for value in row.values()) for row in rows]
+    body = "\n".join(f"<tr>{line}</tr>" for line in lines)
+    return (
+        f"{PAGE_HEAD}\n    {f'<pre>{summary}</pre>' if summary else ''}\n    <h2>Groups</h2>\n    <table>\n</table>\n"
+        f"    <h2>Collectives</h2>\n    <table>\n<thead>\n<tr>{heads}</tr>\n</thead>\n<tbody>\n{body}\n</tbody>\n</table>\n"
+        "    <h2>NCCL Calls</h2>\n</section>"
+    )
 
 
 def make_traceback(file: str, line: int, function: str) -> str:
