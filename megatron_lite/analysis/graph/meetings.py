@@ -19,8 +19,14 @@ class Meetings:
 
     members: tuple[int, ...]  # [G], places of the ranks
     call: Integers  # [K, G], index into the rank's calls
-    at_ns: Integers  # [K], when the last one came, on the clock of all ranks
-    waits: Flags  # [K, G], the member cannot go on before
+    start_ns: Integers  # [K, G], when each one came, on the clock of all ranks
+    waits: Flags  # [K, G], the member cannot go on before all have come; a sender can
+
+    @property
+    def at_ns(self) -> Integers:
+        """When the last one came: int64 [K]."""
+        last: Integers = self.start_ns.max(axis=1)
+        return last
 
 
 def find_meetings(
@@ -47,11 +53,10 @@ def find_meetings(
             is_held = np.isin(kinds, awaits)
             starts.append(start_ns)
             waits.append(is_held)
-        starts_ns = np.stack(starts, axis=1)
         meetings = Meetings(
             members=tuple(group.members.tolist()),
             call=group.call,
-            at_ns=starts_ns.max(axis=1),
+            start_ns=np.stack(starts, axis=1),
             waits=np.stack(waits, axis=1),
         )
         found.append(meetings)
@@ -63,7 +68,9 @@ def find_last_arrivals(
     ranks: int,
     calls: Sequence[Calls],
 ) -> list[Integers]:
-    """Find for each collective of each rank when the last rank came, on the clock of all: int64 [c]; -1: not known.
+    """Find when each collective of each rank can begin, on the clock of all: int64 [c]; -1: not known.
+
+    It is when the last rank came, or the rank itself if it does not wait for others.
 
     Args:
         meetings: where ranks wait for each other.
@@ -76,9 +83,9 @@ def find_last_arrivals(
         found.append(unknown)
     for one in meetings:
         for column, at in enumerate(one.members):
-            waits = one.waits[:, column]
-            rows = one.call[waits, column]
-            np.maximum.at(found[at], rows, one.at_ns[waits])
+            come_ns = one.start_ns[:, column]
+            begins_ns = np.where(one.waits[:, column], one.at_ns, come_ns)
+            np.maximum.at(found[at], one.call[:, column], begins_ns)
     return found
 
 

@@ -127,6 +127,36 @@ def test_ranks_meet_in_a_collective(tmp_path):
     assert step_us(change_work(graph, long, 0.5)) == pytest.approx(1200, rel=0.01)
 
 
+def make_stage(rank: int) -> MadeTrace:
+    """Two stages of a pipeline: the first computes 600 us of each step of 1,000 and sends, the second receives for as long,
+    and computes 200."""
+    made = MadeTrace(rank, 2)
+    for number in range(5):
+        at = number * 1000.0
+        made.step(number, at, at + 990)
+        made.op("aten::mm", at + 5, at + 30)
+        if rank == 0:
+            made.kernel("sgemm", at + 50, at + 650, at + 10)
+            sent = made.collective(at + 651, at + 700, at + 20, name="send", thread=MAIN, stream=7)
+            sent["args"]["Dst Rank"] = 1
+            made.kernel("rest", at + 702, at + 900, at + 40)
+        else:
+            received = made.collective(at + 60, at + 700, at + 20, name="recv", thread=MAIN, stream=7)
+            received["args"]["Src Rank"] = 0
+            made.kernel("sgemm", at + 702, at + 902, at + 40)
+        made.sync(at + 60, at + 903)
+    return made
+
+
+def test_a_stage_waits_for_what_another_one_sends(tmp_path):
+    graph = make_graph(tmp_path, make_stage(0), make_stage(1))
+    assert sorted(lengths_us(graph, ActivityKind.TRANSFER)) == [49.0] * 10
+    trust = check_replay(graph)
+    assert trust.why_not == ""
+    of_first = (graph.rank == 0) & (graph.activities.work_ns == 600_000)
+    assert step_us(change_work(graph, of_first, 0.5)) == pytest.approx(700, rel=0.02)
+
+
 def make_gloo_rank() -> MadeTrace:
     """Per step of 1,000 us: 300 of an operator, a sum of 500 on gloo's thread, for which the main thread waits."""
     made = MadeTrace(device=None, world_size=2)
