@@ -11,8 +11,10 @@ import math
 import re
 import statistics
 from collections import deque
+from collections.abc import Iterable
 from contextlib import suppress
 from datetime import datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,7 +25,7 @@ from megatron_lite.formats.failure_record import NO_ERROR, FailureRecord, RankAt
 from megatron_lite.formats.file_names import LAST_WORDS, RUN_FILE
 from megatron_lite.formats.run_record import MAX_RANKS, RunRecord
 from megatron_lite.formats.sound_fields import convert_sound
-from megatron_lite.formats.step_records import RankInterval, RanksRecord, StepRecord
+from megatron_lite.formats.step_records import HardwareRecord, RankInterval, RanksRecord, StepRecord
 from megatron_lite.postmortem.evidence import (
     EventKind,
     FlightRecording,
@@ -37,6 +39,7 @@ from megatron_lite.postmortem.evidence import (
     StackFrame,
     ThreadStack,
 )
+from megatron_lite.postmortem.hardware_events import MAX_HARDWARE_EVENTS, find_gpu_errors, find_own_gpu_errors
 from megatron_lite.process_state import is_there
 from megatron_lite.shared_files import open_foreign, read_foreign
 
@@ -55,7 +58,7 @@ RANKS_FIELD = re.compile(rb'"ranks"\s*:\s*\{')
 SCHEMA_FIELD = re.compile(rb'"schema"\s*:\s*\d')
 STATUS_FIELD = re.compile(rb'"status"\s*:\s*"')
 START_FIELD = re.compile(rb'"started"\s*:\s*"')
-STEP_LINE = re.compile(rb'^\{"kind":\s?"(?:step|ranks)"', re.MULTILINE)
+STEP_LINE = re.compile(rb'^\{"kind":\s?"(?:step|ranks|hardware)"', re.MULTILINE)
 
 
 def is_ranks_file(head: bytes, path: Path) -> bool:
@@ -322,6 +325,13 @@ class _Steps:
         self.ordinary_ms: deque[float] = deque(maxlen=STEPS_OF_MEDIAN)
         self.not_finite: list[tuple[int, int, StepRecord]] = []
         self.interval: RankInterval | None = None
+        # errors of GPUs
+        self.hardware: list[LogEvent] = []
+
+    def add_hardware(self, events: Iterable[LogEvent]) -> None:
+        """Take errors of GPUs, of which the first ones count."""
+        room = MAX_HARDWARE_EVENTS - len(self.hardware)
+        self.hardware.extend(islice(events, room))
 
     def add_step(self, number: int, record: StepRecord) -> None:
         """Take a step from line `number`."""
@@ -348,7 +358,7 @@ def read_steps_file(path: Path) -> JobEvidence:
     Which rank wrote it stands in run.json beside it.
     """
     with open_foreign(path) as file:
-        steps = _read_lines(file)
+        steps = _read_lines(file, str(path))
     writer = None
     # what is wrong with run.json is named by its own reader
     with suppress(UserError):
@@ -359,15 +369,15 @@ def read_steps_file(path: Path) -> JobEvidence:
     if steps.bad_lines:
         unread.append(f"{source}:{steps.first_bad_line}: no record of a step, as {steps.bad_lines} lines in all")
     return JobEvidence(
-        events=tuple(_describe_not_finite(source, writer, *found) for found in steps.not_finite),
+        events=(*steps.hardware, *(_describe_not_finite(source, writer, *found) for found in steps.not_finite)),
         progress=tuple(_describe_speeds(source, writer, steps)),
         unread=tuple(unread),
     )
 
 
-def _read_lines(file: BinaryIO) -> _Steps:
+def _read_lines(file: BinaryIO, source: str) -> _Steps:
     """Read the file line by line, without holding more than one."""
-    decode = msgspec.json.Decoder(StepRecord | RanksRecord[RankInterval]).decode
+    decode = msgspec.json.Decoder(StepRecord | RanksRecord[RankInterval] | HardwareRecord).decode
     steps = _Steps()
     number = 0
     while text := file.readline(MAX_STEP_LINE_BYTES):
@@ -381,8 +391,11 @@ def _read_lines(file: BinaryIO) -> _Steps:
             continue
         if isinstance(record, StepRecord):
             steps.add_step(number, record)
+        elif isinstance(record, HardwareRecord):
+            steps.add_hardware(find_own_gpu_errors(f"{source}:{number}", record))
         else:
             steps.interval = record.ranks
+            steps.add_hardware(find_gpu_errors(f"{source}:{number}", record.ranks))
     return steps
 
 

@@ -185,7 +185,7 @@ OWN = {  # of this package, this machine's kernel, or what the process itself is
     "analysis/trace/accelerators.py", "analysis/trace/foreign.py", "analysis/trace/launches.py",
     "analysis/kernels/kernel_families.py", "analysis/kernels/kernel_words.py", "analysis/memory/stacks.py",
     "analysis/time/host_names.py", "phase_names.py", "data/indexed_writer.py", "train/trackers.py",
-    "script_walk/driverless_cuda.py", "planner/script_walks.py", "script_walk/in_code.py",
+    "script_walk/driverless_cuda.py", "instruments/host_counters.py", "planner/script_walks.py", "script_walk/in_code.py",
     "analysis/equality/proved_run.py", "cli/recorded_runs.py", "script_record/this_process.py",
 }  # fmt: skip
 

@@ -155,6 +155,29 @@ def test_steps_that_are_not_finite_are_events(tmp_path):
     assert [event.source.rpartition(":")[2] for event in events] == ["2", "3"]
 
 
+def test_errors_of_gpus_are_events(tmp_path):
+    def hardware(**figures):
+        return run_maker.ranks(1, 2, [90.0, 110.0], hardware={"samples": [3], **figures})
+
+    alone = {"samples": 2, "xids": 2, "last_xid": 79}
+    lines = [
+        run_maker.step(1),
+        hardware(xids=[0], ecc_uncorrected=[0, None]),
+        hardware(xids=[0, 1], last_xid=[None, 48], ecc_uncorrected=[0, 3]),
+        {"kind": "hardware", "iterations": [3, 3], "rank": 1, "figures": alone},
+        {"kind": "hardware", "iterations": [3, 3], "rank": 0, "figures": {"samples": 2, "xids": 0}},
+    ]
+    run_maker.folder(tmp_path, lines)
+    found = read_steps_file(tmp_path / "steps.jsonl")
+    assert found.unread == ()
+    assert [(event.kind, event.rank, event.code, event.count) for event in found.events] == [
+        (EventKind.XID, 1, 48, 1),
+        (EventKind.DEVICE_ERROR, 1, None, 1),
+        (EventKind.XID, 1, 79, 2),
+    ]
+    assert [event.source.rpartition(":")[2] for event in found.events] == ["3", "3", "4"]
+
+
 def test_lines_that_are_no_steps_are_counted(tmp_path):
     lines = [run_maker.step(1), "no JSON\n", '{"kind": "step"}\n', run_maker.step(2), '{"kind": "st']
     run_maker.folder(tmp_path, lines)
