@@ -13,6 +13,7 @@ import types
 import typing
 from typing import Any
 
+import msgspec
 import numpy as np
 from support.paths import DOCS
 
@@ -28,6 +29,7 @@ from megatron_lite.analysis.run.run_results import RankLines, RankMedians, Run
 from megatron_lite.analysis.run_facts import Predicted
 from megatron_lite.analysis.time.time_results import RankTime
 from megatron_lite.analysis.trace.columns import Trace
+from megatron_lite.postmortem.postmortem_results import Postmortem
 from megatron_lite.report.json_file import COMPUTED, NOT_OF_RUN, OF_TRACE
 
 FILE = DOCS / "report.schema.json"
@@ -52,6 +54,8 @@ class Contents:
     paths: tuple[str, ...]  # as given on the command line
     read_s: float  # that reading took
     verdict: Verdict
+    # why the job failed, where its folder holds evidence of that; None for a run that did not fail, and where nothing tells
+    failure: Postmortem | None
     findings: tuple[Finding, ...]  # most costly first
     checks: tuple[Check, ...]  # the questions of `megatron-lite audit`, in its order
     critical_rank: int | None  # the rank that the report shows, which waits least for others
@@ -92,7 +96,8 @@ class Definitions:
     def describe(self, of: type) -> dict[str, Any]:
         """The schema of a dataclass. Lists may be missing in entries that were shortened."""
         hints, comments = typing.get_type_hints(of), read_comments(of)
-        names = [field.name for field in dataclasses.fields(of) if not (of is Run and field.name in NOT_OF_RUN)]
+        fields = msgspec.structs.fields(of) if issubclass(of, msgspec.Struct) else dataclasses.fields(of)
+        names = [field.name for field in fields if not (of is Run and field.name in NOT_OF_RUN)]
         properties = {}
         for name in names:
             kind = tuple[RankLines, ...] if (of, name) == (RankMedians, "intervals") else hints[name]
@@ -138,11 +143,16 @@ class Definitions:
             return {"type": ["number", "null"]}
         if kind is Any:
             return {}
-        if dataclasses.is_dataclass(kind):
+        if is_record(kind):
             return self.refer(kind)
         if issubclass(kind, enum.Enum):
             return {"enum": [one.value for one in kind]}
         return {"type": SIMPLE[kind]}
+
+
+def is_record(kind: Any) -> bool:
+    is_struct = isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind is not msgspec.Struct
+    return is_struct or dataclasses.is_dataclass(kind)
 
 
 def describe_list(item: dict[str, Any]) -> dict[str, Any]:
@@ -159,7 +169,7 @@ def describe_text(text: str) -> dict[str, str]:
 def read_comments(of: type) -> dict[str, str]:
     """What the source says beside each field, or above it."""
     found: dict[str, str] = {}
-    for base in reversed([one for one in of.__mro__ if dataclasses.is_dataclass(one)]):
+    for base in reversed([one for one in of.__mro__ if is_record(one)]):
         source = inspect.getsource(base)
         tokens = tokenize.generate_tokens(io.StringIO(source).readline)
         comments = {one.start[0]: one.string.lstrip("# ") for one in tokens if one.type == tokenize.COMMENT}

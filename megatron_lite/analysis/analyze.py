@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from megatron_lite.analysis.contradictions import limit_certainty, missing_gpu_work, weakened
 from megatron_lite.analysis.discover import discover_sources
+from megatron_lite.analysis.failed_job import find_failure
 from megatron_lite.analysis.findings.checks import answer_checks
 from megatron_lite.analysis.findings.rules import Judgement, judge
 from megatron_lite.analysis.kernels.kernel_results import RankKernels
@@ -166,13 +167,15 @@ def analyze(paths: Sequence[Path | str], say: Callable[..., None] = say_nothing)
     """
     started = time.monotonic()
     gaps = _Gaps()
-    sources = discover_sources([Path(path) for path in paths])
+    places = [Path(path) for path in paths]
+    failure = gaps.attempt("evidence of a failure", find_failure, places)
+    sources = discover_sources(places, may_be_none=failure is not None)
     for path, why in sources.ignored:
         gaps.add(f"{path.name}: {why}")
     ranks_seen = _read_ranks(sources.traces, say, gaps)
     snapshots = _read_snapshots(sources.snapshots, say, gaps)
     run = _read_run(sources.run_folders, gaps)
-    if not (ranks_seen or snapshots or run):
+    if not (ranks_seen or snapshots or run or failure):
         raise UserError(_describe_unreadable(paths, gaps.found))
     say("comparing ranks, looking for causes")
     ranks = _compare_ranks(ranks_seen, run, gaps)
@@ -186,7 +189,7 @@ def analyze(paths: Sequence[Path | str], say: Callable[..., None] = say_nothing)
     findings = weakened(judgement.findings, facts)
     checks = gaps.attempt("checks", answer_checks, facts, findings, judgement.looks)
     facts = replace(facts, gaps=tuple(facts.in_words(gap) for gap in gaps.found))
-    verdict = build_verdict(facts, findings)
+    verdict = build_verdict(facts, findings, failure)
     return Report(
         paths=tuple(str(path) for path in paths),
         title=describe_run(paths, facts),
@@ -195,6 +198,7 @@ def analyze(paths: Sequence[Path | str], say: Callable[..., None] = say_nothing)
         facts=facts,
         looks=judgement.looks,
         checks=checks or (),
+        failure=failure,
         read_s=time.monotonic() - started,
     )
 

@@ -462,8 +462,16 @@ class Sources:
     ignored: tuple[tuple[Path, str], ...] = ()  # with the reason
 
 
-def discover_sources(paths: Sequence[Path]) -> Sources:
-    """Find what to read under `paths`. Raises UserError, one line, where nothing is readable."""
+def discover_sources(paths: Sequence[Path], *, may_be_none: bool = False) -> Sources:
+    """Find what to read under `paths`.
+
+    Args:
+        paths: files and folders.
+        may_be_none: whether something else tells of the job.
+
+    Raises:
+        UserError: nothing is readable, one line.
+    """
     looked_at, folders, left_out = _look_under(paths)
     folders += [file.path.parent for file in looked_at if file.what == "run"]
     files = [file for file in looked_at if file.what not in ("", "run")]
@@ -477,7 +485,7 @@ def discover_sources(paths: Sequence[Path]) -> Sources:
     ignored += older
     for folder in runs[1:]:
         ignored.append((folder, f"another run's folder than {runs[0]}; {ALONE}"))
-    if not (chosen or runs):
+    if not (chosen or runs or may_be_none):
         raise UserError(_explain_nothing_found(paths, ignored))
     traces = [file.path for file in chosen if file.what != "snapshot"]
     snapshots = [file.path for file in chosen if file.what == "snapshot"]

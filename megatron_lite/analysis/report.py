@@ -8,6 +8,7 @@ from megatron_lite.analysis.findings.check_case import Check
 from megatron_lite.analysis.findings.rules import RulePage, find_page
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.verdict_word import VerdictWord, describe_headline
+from megatron_lite.postmortem.postmortem_results import Postmortem
 
 REPORT_SCHEMA = 1  # of report.json; raised when a reader of the old form would be wrong
 
@@ -40,6 +41,7 @@ class Report:
     read_s: float  # how long reading and analyzing took
     looks: Mapping[str, Observation]  # by code: what each rule saw
     checks: tuple[Check, ...]  # the list of questions in its order
+    failure: Postmortem | None = None  # why the job failed, where its folder holds evidence of that
 
     def find_page(self, finding: Finding) -> RulePage | None:
         """Find what is known of the rule behind a finding; None for what no rule found."""

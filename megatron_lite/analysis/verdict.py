@@ -37,6 +37,7 @@ from megatron_lite.analysis.verdict_word import (
     measure_bounds,
     measure_losses,
 )
+from megatron_lite.postmortem.postmortem_results import Postmortem
 from megatron_lite.units import count, counted, significant, size
 
 MIN_SHARE_SAID = 0.05  # of a step; what is smaller does not decide anything
@@ -64,8 +65,16 @@ ENDED_EARLY = {"failed": "failed", "killed or lost": "was killed or lost"}  # wo
 HOW_TO_TRACE = "Add --profile --use-pytorch-profiler"
 
 
-def build_verdict(facts: Facts, findings: Sequence[Finding]) -> Verdict:
-    """Say what limits this run, as far as the facts carry; before it what makes its speed a minor matter."""
+def build_verdict(facts: Facts, findings: Sequence[Finding], failure: Postmortem | None = None) -> Verdict:
+    """Say what limits this run, as far as the facts carry; before it what makes its speed a minor matter.
+
+    Args:
+        facts: the run.
+        findings: what the rules found, the most costly one first.
+        failure: why the job failed, where its folder tells; then that is the verdict.
+    """
+    if failure is not None:
+        return _judge_failure(facts, failure)
     snapshot = facts.highest_snapshot
     if facts.critical is not None:
         verdict = _judge_time(facts, facts.critical, findings)
@@ -76,6 +85,16 @@ def build_verdict(facts: Facts, findings: Sequence[Finding]) -> Verdict:
     verdict = replace(verdict, word=choose_word(facts, verdict.bound))
     sentences = [f"{said}." for said in _list_first_matters(facts)]
     return replace(verdict, sentence=" ".join([*sentences, verdict.sentence]))
+
+
+def _judge_failure(facts: Facts, failure: Postmortem) -> Verdict:
+    """Say why a job failed: whom the others wait for in its last steps is no matter of speed."""
+    sentence = f"{failure.kind.value}: {failure.verdict}"
+    if facts.run is not None and facts.run.steps:
+        sentence += f". The run had {counted(facts.run.steps, 'step')}"
+    why = failure.alternatives[0] if failure.alternatives else "see what shows it"
+    confidence = "high" if failure.confidence == "high" else "low"
+    return Verdict(sentence, "failure", confidence, why, VerdictWord.FAILED)
 
 
 def _judge_speed(facts: Facts) -> Verdict:

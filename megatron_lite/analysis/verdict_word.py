@@ -46,6 +46,7 @@ class VerdictWord(str, enum.Enum):
     COPY_BOUND = "COPY-BOUND"
     SAVE_BOUND = "SAVE-BOUND"
     MEMORY = "MEMORY"
+    FAILED = "FAILED"
     BUSY_MACHINE = "BUSY-MACHINE"
     INCONCLUSIVE = "INCONCLUSIVE"
 

@@ -42,7 +42,8 @@ def run(argv: list[str]) -> None:
     content = {"schema": POSTMORTEM_SCHEMA, "read": dict(evidence.read), **msgspec.to_builtins(found)}
     written = write_json(options.json, content)
     style = get_style(sys.stdout)
-    lines = postmortem_lines(found, style, options.all)
+    folder = options.paths[0] if len(options.paths) == 1 else ""
+    lines = postmortem_lines(found, style, options.all, folder)
     print_lines([*lines, "", style.dim(f"read: {count_read(evidence.read)}"), *written])
 
 

@@ -2,6 +2,7 @@
 
 import enum
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -11,8 +12,13 @@ from megatron_lite.postmortem.evidence import ProcessStacks, StackFrame, ThreadS
 # files of libraries and of Python itself
 LIBRARY = re.compile(
     r"(?:^|/)(?:site-packages|dist-packages)/|(?:^|/)lib(?:64)?/python\d[^/]*/|^<(?:frozen|string|__array)|"
-    r"(?:^|/)(?:torch|importlib|multiprocessing|concurrent/futures)/|(?:^|/)(?:threading|queue|runpy|subprocess)\.py$|"
     r"\.(?:so(?:\.\d+)*|cpp|cc|cu|h|hpp|c|pyx)$"
+)
+# packages that are often on stacks; py-spy writes files without the folder that they are installed in
+PACKAGES = frozenset(
+    {"torch", "torchvision", "torchdata", "triton", "numpy", "pandas", "pyarrow", "PIL", "tqdm", "fsspec"}
+    | {"transformers", "datasets", "accelerate", "tokenizers", "safetensors", "huggingface_hub", "deepspeed"}
+    | {"lightning", "pytorch_lightning", "webdataset", "ray", "requests", "urllib3", "boto3", "botocore"}
 )
 # what watches a program stands on its stacks, too
 OWN_WATCHERS = re.compile(r"(?:^|/)megatron_lite/(?:watch|instruments|script_record|script_walk|postmortem)/")
@@ -72,7 +78,10 @@ def is_of_program(frame: StackFrame) -> bool:
     """
     if OWN_PACKAGE.search(frame.file):
         return OWN_WATCHERS.search(frame.file) is None
-    return bool(frame.file) and LIBRARY.search(frame.file) is None
+    if not frame.file or LIBRARY.search(frame.file):
+        return False
+    first = PurePosixPath(frame.file).parts[0].removesuffix(".py")
+    return first not in PACKAGES and first not in sys.stdlib_module_names
 
 
 def find_program_frame(frames: Sequence[StackFrame]) -> StackFrame | None:

@@ -17,7 +17,7 @@ LOST_OTHERS = re.compile(
     r"store might be down|failed to recv, got 0 bytes|unhandled system error|remote error",
     re.IGNORECASE,
 )
-LIBRARY_CLASSES = ("DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "RanksError")
+LIBRARY_CLASSES = ("DistBackendError", "DistNetworkError", "DistStoreError", "DistError")
 # what libraries say when ranks do not agree on a call
 DISAGREEMENT = re.compile(
     r"mismatch between collectives|collectives? differ|collective mismatch|enforce fail|preamble\.length|"
@@ -25,12 +25,17 @@ DISAGREEMENT = re.compile(
     r"ncclInvalidUsage|Received data size doesn't match",
     re.IGNORECASE,
 )
-ENDED_BY_OTHERS = ("SignalException", "KeyboardInterrupt", "RanksError")
+ENDED_BY_OTHERS = ("SignalException", "KeyboardInterrupt")
+# of this package's trainer: always of other ranks
+OF_OTHER_RANKS = "RanksError"
 POLITE_SIGNALS = (-signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGINT)
 # a batch system or a launcher that loses its patience; also the kernel for want of memory
 KILL = (-signal.SIGKILL, 128 + signal.SIGKILL)
 ABORT = (-signal.SIGABRT, 128 + signal.SIGABRT)
 WORST_MESSAGE = 300
+# gloo's own place in front of its words, and its advice behind them
+SOURCE_FILE = re.compile(r"^\[\S+\.(?:cc|cpp|h):\d+\] ")
+ADVICE = ". This is typically caused by"
 
 
 class EndKind(enum.Enum):
@@ -71,8 +76,8 @@ class RankEnd:
     @property
     def words(self) -> str:
         """The exception in a line: "ValueError: no such shard"; "" where there is none."""
-        first = self.message.strip().splitlines()[0] if self.message.strip() else ""
-        first = first[:WORST_MESSAGE]
+        lines = self.message.strip().splitlines() or [""]
+        first = SOURCE_FILE.sub("", lines[0]).partition(ADVICE)[0][:WORST_MESSAGE]
         if not self.error or first.startswith(self.error):
             return first
         return f"{self.error}: {first}" if first else self.error
@@ -98,6 +103,8 @@ def classify_end(end: ProcessEnd) -> EndKind:
     said = f"{end.error} {end.message}"
     if name in ENDED_BY_OTHERS:
         return EndKind.ENDED
+    if name == OF_OTHER_RANKS:
+        return EndKind.LOST_OTHERS
     if end.error or end.message:
         if DISAGREEMENT.search(said):
             return EndKind.DISAGREEMENT

@@ -77,6 +77,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "paths": list(report.paths),
         "read_s": plain(report.read_s),
         "verdict": plain(report.verdict),
+        "failure": msgspec.to_builtins(report.failure),
         "findings": plain(report.findings),
         "checks": plain(report.checks),
         "critical_rank": facts.critical.time.rank if facts.critical else None,

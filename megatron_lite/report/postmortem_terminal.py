@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import msgspec
+
 from megatron_lite.postmortem.postmortem_results import Fact, FailureKind, LastOfRank, Postmortem
 from megatron_lite.report.section import Lines, Section, Table, limit_rows, section_lines
 from megatron_lite.report.text import Style, wrapped
@@ -11,22 +13,39 @@ FACTS_SHOWN = 6
 RANKS_SHOWN = 8
 
 
-def postmortem_lines(found: Postmortem, style: Style, everything: bool = False) -> list[str]:
+def postmortem_lines(found: Postmortem, style: Style, everything: bool = False, folder: str = "") -> list[str]:
     """Draw a conclusion: the verdict first, then what shows it, what only followed and what to do.
 
     Args:
         found: The conclusion.
         style: How the terminal may be written to.
         everything: Show all facts and all ranks.
+        folder: The folder that all files lie in; their names are written without it.
     """
     headline = style.bold(write_headline(found))
     certainty = describe_certainty(found)
     lines = wrapped(headline, "")
     for line in wrapped(certainty):
         lines.append(style.dim(line))
+    found = _shorten_sources(found, folder)
     for section in list_postmortem_sections(found, everything):
         lines += ["", *section_lines(section, style)]
     return lines
+
+
+def _shorten_sources(found: Postmortem, folder: str) -> Postmortem:
+    """Write files without the folder that all of them lie in."""
+    if not folder:
+        return found
+    prefix = folder.rstrip("/") + "/"
+    evidence = tuple(_shorten_source(fact, prefix) for fact in found.evidence)
+    consequences = tuple(_shorten_source(fact, prefix) for fact in found.consequences)
+    missing = tuple(line.removeprefix(prefix) for line in found.missing)
+    return msgspec.structs.replace(found, evidence=evidence, consequences=consequences, missing=missing)
+
+
+def _shorten_source(fact: Fact, prefix: str) -> Fact:
+    return Fact(text=fact.text, source=fact.source.removeprefix(prefix))
 
 
 def write_headline(found: Postmortem) -> str:

@@ -52,7 +52,7 @@ LOWER_DEVICE_MEMORY = (
 )
 NEXT_STEPS = {
     FailureKind.USER_EXCEPTION: "Mend what the exception names{at}, then start again from the newest checkpoint.",
-    FailureKind.DATA_LOADER: "Read the sample or file that the loader was at{at}; num_workers=0 shows its traceback.",
+    FailureKind.DATA_LOADER: "Look at what the loader was reading{at}; num_workers=0 shows its traceback.",
     FailureKind.DEVICE_MEMORY: LOWER_DEVICE_MEMORY,
     FailureKind.HOST_MEMORY: LOWER_HOST_MEMORY,
     FailureKind.DEVICE_FAULT: "Run once with CUDA_LAUNCH_BLOCKING=1; if only one machine fails, drain that one.",

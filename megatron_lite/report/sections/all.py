@@ -15,6 +15,7 @@ from megatron_lite.analysis.run.pipeline_times import PipelineTimes
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.formats.hardware_record import name_limits
+from megatron_lite.report.postmortem_terminal import describe_certainty, list_postmortem_sections
 from megatron_lite.report.section import Block, Card, Lines, Section, Table, limit_rows
 from megatron_lite.report.sections.checked import checked_section
 from megatron_lite.report.sections.every_step import every_step_section
@@ -414,7 +415,20 @@ def _describe_speed(run: Run) -> list[str]:
 
 # --- the sections of a report in their order, and what could not be seen
 
+
+def failure_section(report: Report, everything: bool) -> Section | None:
+    """Build the section on why the job failed."""
+    if report.failure is None:
+        return None
+    blocks: list[Block] = []
+    for section in list_postmortem_sections(report.failure, everything):
+        blocks.append(Lines([f"{section.title}:"], quiet=True))
+        blocks.extend(section.blocks)
+    return Section("failure", "The failure", describe_certainty(report.failure), blocks)
+
+
 SECTIONS = (
+    failure_section,
     step_section,
     findings_section,
     every_step_section,
