@@ -71,7 +71,7 @@ def test_report_opens_with_the_failure_of_a_run(hung, tmp_path, capsys):
     assert report.verdict.word is VerdictWord.FAILED
     assert main(["report", str(path)]) == 0
     shown = capsys.readouterr().out
-    assert shown.index("FAILED: never entered") < shown.index("The failure") < shown.index("All steps")
+    assert shown.index(f"{VerdictWord.FAILED}: ") < shown.index("The failure") < shown.index("All steps")
     written = json.loads((path / "report.json").read_text())
     assert written["failure"]["ranks"] == [2]
     assert "The failure" in (path / "report.html").read_text()
@@ -79,7 +79,7 @@ def test_report_opens_with_the_failure_of_a_run(hung, tmp_path, capsys):
 
 def test_report_on_recordings_alone_says_why(hung, capsys):
     assert main(["report", "--no-html", str(hung)]) == 0
-    assert "FAILED: never entered" in capsys.readouterr().out
+    assert f"{VerdictWord.FAILED}: {FailureKind.NEVER_ENTERED.value}" in capsys.readouterr().out
 
 
 def test_a_folder_without_signs_is_not_read_for_failures(tmp_path):
