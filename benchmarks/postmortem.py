@@ -43,6 +43,8 @@ MAX_SECONDS = 90
 MAX_POSTMORTEM_SECONDS = 60
 # from the fault until the job is looked at while it hangs; less than the time-out of collectives
 HANGS_SECONDS = 3.5
+# in which several slow steps end
+SLOW_SECONDS = 12
 LATE_STEP = re.compile(r"(?:step|iter|iteration) +[6-9]\b")
 WHILE_IT_RUNS = "while"
 TERMINATED = "term"
@@ -242,7 +244,7 @@ class RunningJob:
         planted = self._planted
         if planted.end == WHILE_IT_RUNS:
             self._wait(lambda: self._is_struck() or (not self._has_plant() and self._is_late()))
-            time.sleep(HANGS_SECONDS)
+            time.sleep(SLOW_SECONDS if FailureKind.SLOW.value in planted.kinds else HANGS_SECONDS)
             self._dump()
             return
         if planted.end in ANNOUNCED:
