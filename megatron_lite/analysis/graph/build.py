@@ -208,10 +208,10 @@ def _find_boundary(
     activities = ordered.activities
     name = f"thread {one.placing.main_thread}"
     if one.on_gpu:
-        _, stream = find_computing_stream(one.trace)
-        name = f"stream {stream}"
-    lane = parts.lanes.index(Lane(one.at, name))
-    mine = np.flatnonzero(activities.lane == lane)
+        device, stream = find_computing_stream(one.trace)
+        name = f"GPU {device} stream {stream}"
+    lanes = [at for at, lane in enumerate(parts.lanes) if lane == Lane(one.at, name)]
+    mine = np.flatnonzero(np.isin(activities.lane, lanes))
     ends_ns = activities.end_ns[mine] - one.clock_ns + one.device_lead_ns
     ends = {}
     steady = []

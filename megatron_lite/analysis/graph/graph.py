@@ -54,7 +54,7 @@ class Lane:
     """A sequence of activities: a thread, a stream, a backend's thread, the loader's workers, or where ranks meet."""
 
     rank: int  # place of the rank among those of the graph; -1: of all
-    name: str  # "thread 1", "stream 7"
+    name: str  # "thread 1", "GPU 0 stream 7"
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,9 @@ class WorkLane:
     @property
     def name(self) -> str:
         """The name of its lane in the graph."""
-        kind = "stream" if self.device >= 0 else "backend"
-        return f"{kind} {self.stream}"
+        if self.device < 0:
+            return f"backend {self.stream}"
+        return f"GPU {self.device} stream {self.stream}"
 
 
 @dataclass(frozen=True)
