@@ -1,7 +1,8 @@
-"""Choose the recordings that belong together: those of one attempt of the job, one of each rank.
+"""Choose the recordings that belong together: those of one attempt of the job.
 
 A folder may hold the dumps of several attempts, several dumps of one attempt, and files of attempts before that the
-last one did not overwrite. A verdict on a mixture would blame the ranks whose dumps are old.
+last one did not overwrite. A verdict on a mixture would blame the ranks whose dumps are old. Older dumps of the same
+attempt stay beside the newest: they show whether a rank went on.
 """
 
 import re
@@ -18,6 +19,8 @@ from megatron_lite.units import counted
 MAX_CLOCK_SKEW_NS = 60 * 10**9
 # of those that are left out
 MAX_NAMED_SETS = 3
+# of those that were written before the newest one of the same attempt
+MAX_EARLIER_SETS = 2
 ATTEMPT_FOLDER = re.compile(r"attempt_(\d{1,4})")
 LAST_DIGITS = re.compile(r"\d{1,9}(?=\D*$)")
 # a backend with a rank, or with the file of a rank that is unknown
@@ -53,26 +56,28 @@ class RecordingSet:
 def choose_recordings(
     recordings: Sequence[FlightRecording], world_size: int | None
 ) -> tuple[tuple[FlightRecording, ...], tuple[str, ...]]:
-    """Choose the recordings of the newest attempt, one of each rank.
+    """Choose the recordings of the newest attempt.
 
     Args:
         recordings: All that were found.
         world_size: Ranks of the job, where known.
 
     Returns:
-        Those of the newest set that is complete, or of the newest attempt if that was never complete; and a line for
-        each that is left out, or whose rank is unknown.
+        By rank those of the newest set that is complete, or of the newest attempt if that was never complete; before
+        them older ones of the same attempt. And a line for each that is left out, or whose rank is unknown.
     """
-    if not recordings:
+    detailed = _drop_summaries(_settle_backends(recordings))
+    if not detailed:
         return (), ()
-    settled = _settle_last_rank(_settle_backends(recordings), world_size)
+    settled = _settle_last_rank(detailed, world_size)
     notes = []
     for recording in settled:
         if recording.rank is None:
             notes.append(f"{recording.source}: neither what it holds nor its name tells its rank.")
     sets = _split_sets(settled)
     first = _choose_first(sets)
-    chosen, left_out = _add_other_ranks(first, sets)
+    chosen, others = _add_other_ranks(first, sets)
+    earlier, left_out = _split_earlier(first, others)
     notes += _describe_left_out(left_out, first)
     kept = []
     for recording in chosen:
@@ -80,13 +85,14 @@ def choose_recordings(
             notes.append(f"{recording.source}: was written by an attempt before the others', and is left out.")
         else:
             kept.append(recording)
+    kept.extend(earlier)
     kept.sort(key=_find_place)
     return tuple(kept), tuple(notes)
 
 
-def _find_place(recording: FlightRecording) -> tuple[bool, int, str]:
-    """A key by which recordings stand in the order of their ranks; unknown ones come last."""
-    return recording.rank is None, recording.rank or 0, recording.backend
+def _find_place(recording: FlightRecording) -> tuple[bool, int, str, int]:
+    """A key by which recordings stand in the order of their ranks, the newest of each last; unknown ranks come last."""
+    return recording.rank is None, recording.rank or 0, recording.backend, _find_newest_ns(recording)
 
 
 def _find_owner(recording: FlightRecording) -> Owner:
@@ -105,6 +111,16 @@ def _settle_backends(recordings: Sequence[FlightRecording]) -> list[FlightRecord
         return list(recordings)
     (backend,) = known
     return [replace(recording, backend=backend) for recording in recordings]
+
+
+def _drop_summaries(recordings: Sequence[FlightRecording]) -> list[FlightRecording]:
+    """Leave out what logs and status files tell of a rank's last calls where the recorder's own dump is there."""
+    dumped = {_find_owner(recording) for recording in recordings if not _is_summary(recording)}
+    return [one for one in recordings if not _is_summary(one) or _find_owner(one) not in dumped]
+
+
+def _is_summary(recording: FlightRecording) -> bool:
+    return recording.has_forgotten and not recording.calls
 
 
 def _settle_last_rank(recordings: list[FlightRecording], world_size: int | None) -> list[FlightRecording]:
@@ -168,9 +184,14 @@ def _choose_first(sets: Sequence[RecordingSet]) -> RecordingSet:
     return newest if _is_later_attempt(newest, complete) else complete
 
 
+def _may_be_of_one_attempt(one: RecordingSet, other: RecordingSet) -> bool:
+    """Whether no folder says that two sets are of different attempts."""
+    return one.attempt == other.attempt or "" in (one.attempt, other.attempt)
+
+
 def _is_later_attempt(one: RecordingSet, other: RecordingSet) -> bool:
     """Whether the recorders of `one` began after those of `other` ended: the processes are new ones."""
-    if one.attempt != other.attempt:
+    if not _may_be_of_one_attempt(one, other):
         return True
     begins = _find_begins(one.recordings)
     return bool(begins) and other.newest_ns > 0 and min(begins) > other.newest_ns
@@ -179,19 +200,36 @@ def _is_later_attempt(one: RecordingSet, other: RecordingSet) -> bool:
 def _add_other_ranks(
     first: RecordingSet, sets: Sequence[RecordingSet]
 ) -> tuple[list[FlightRecording], list[RecordingSet]]:
-    """The recordings of `first`, and of sets of other ranks of its attempt, newest first; and the sets left out."""
+    """The recordings of `first`, and of sets of other ranks of its attempt; and the other sets, newest first."""
     chosen = list(first.recordings)
     owners = first.owners
-    left_out = []
+    others = []
     for one in reversed(sets):
         if one is first:
             continue
-        if one.attempt == first.attempt and owners.isdisjoint(one.owners):
+        if _may_be_of_one_attempt(one, first) and owners.isdisjoint(one.owners):
             chosen += one.recordings
             owners |= one.owners
         else:
+            others.append(one)
+    return chosen, others
+
+
+def _split_earlier(
+    first: RecordingSet, others: Sequence[RecordingSet]
+) -> tuple[list[FlightRecording], list[RecordingSet]]:
+    """The recordings of older sets of the attempt of `first`, and the sets left out."""
+    earlier: list[FlightRecording] = []
+    left_out = []
+    count = 0
+    for one in others:
+        is_older = 0 < one.newest_ns <= first.newest_ns
+        if is_older and count < MAX_EARLIER_SETS and not _is_later_attempt(first, one):
+            earlier.extend(one.recordings)
+            count += 1
+        else:
             left_out.append(one)
-    return chosen, left_out
+    return earlier, left_out
 
 
 def _describe_left_out(left_out: Sequence[RecordingSet], first: RecordingSet) -> list[str]:

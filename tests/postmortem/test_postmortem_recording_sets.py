@@ -6,7 +6,9 @@ import pytest
 from support.flight_recordings import RecordedJob
 
 from megatron_lite.postmortem.collect import collect_evidence
-from megatron_lite.postmortem.evidence import JobEvidence
+from megatron_lite.postmortem.evidence import FlightRecording, GroupProgress, JobEvidence
+from megatron_lite.postmortem.flight_recordings import build_recordings
+from megatron_lite.postmortem.recording_sets import choose_recordings
 
 
 def make_job(calls: int, *, after_s: float = 0, **options) -> RecordedJob:
@@ -18,6 +20,7 @@ def make_job(calls: int, *, after_s: float = 0, **options) -> RecordedJob:
 
 
 def count_calls(evidence: JobEvidence) -> dict[int | None, int]:
+    """Calls of each rank's newest recording."""
     return {recording.rank: len(recording.calls) for recording in evidence.recordings}
 
 
@@ -47,7 +50,9 @@ def test_of_dumps_of_one_attempt_the_newest_complete_one_counts(tmp_path):
         make_job(calls).write(tmp_path, ranks, prefix=f"dump{number}_rank_")
     evidence = collect_evidence([tmp_path])
     assert count_calls(evidence) == dict.fromkeys(range(4), 5)
-    assert len(evidence.unread) == 2
+    # the older one shows whether a rank went on
+    assert [len(one.calls) for one in evidence.recordings if one.rank == 0] == [3, 5]
+    assert [line.partition(":")[0] for line in evidence.unread] == [f"{tmp_path}/dump2_rank_*"]
 
 
 def test_many_dumps_are_named_in_a_few_lines(tmp_path):
@@ -56,7 +61,8 @@ def test_many_dumps_are_named_in_a_few_lines(tmp_path):
     evidence = collect_evidence([tmp_path])
     assert count_calls(evidence) == dict.fromkeys(range(4), 20)
     assert len(evidence.unread) == 4
-    assert f"{tmp_path}/dump01_rank_* and 15 other sets" in evidence.unread[-1]
+    assert f"{tmp_path}/dump01_rank_* and 13 other sets" in evidence.unread[-1]
+    assert len(evidence.recordings) == 3 * 4
 
 
 def test_a_rank_that_called_nothing_is_there(tmp_path):
@@ -80,7 +86,7 @@ def test_folders_of_hosts_are_one_set(tmp_path):
         make_job(4).write(tmp_path / host, ranks, prefix="again_")
     evidence = collect_evidence([tmp_path])
     assert count_calls(evidence) == dict.fromkeys(range(4), 4)
-    assert len(evidence.unread) == 2
+    assert not evidence.unread
 
 
 def test_folders_of_ranks_are_one_set(tmp_path):
@@ -108,6 +114,19 @@ def test_a_rank_that_called_late_makes_nobody_old(tmp_path):
     job.call(without=[2])
     job.write(tmp_path)
     assert count_calls(collect_evidence([tmp_path])) == {0: 2, 1: 2, 2: 1, 3: 1}
+
+
+def test_what_a_log_tells_of_a_rank_counts_where_it_left_no_dump():
+    def summarize(rank: int, number: int) -> FlightRecording:
+        return FlightRecording(
+            f"train.log:{rank}", rank, "nccl", (), progress={"0": GroupProgress(number)}, has_forgotten=True
+        )
+
+    job = make_job(3)
+    dumps = [build_recordings(job.dump(rank), f"fr_{rank}", rank).recordings[0] for rank in (0, 1, 3)]
+    chosen, notes = choose_recordings([*dumps, *(summarize(rank, 3) for rank in job.ranks)], 4)
+    assert [(one.rank, len(one.calls)) for one in chosen] == [(0, 3), (1, 3), (2, 0), (3, 3)]
+    assert not notes
 
 
 def test_a_slow_rank_stays(tmp_path):
