@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_lite.errors import UserError, describe_io_error
-from megatron_lite.postmortem.console_logs import is_console_log, read_console_log
+from megatron_lite.postmortem.console_logs import is_console_log, is_kernel_log, read_console_log
 from megatron_lite.postmortem.debug_dumps import is_debug_dump, read_debug_dump
 from megatron_lite.postmortem.elastic_errors import is_error_file, read_error_file
 from megatron_lite.postmortem.evidence import JobEvidence
@@ -61,7 +61,8 @@ EVIDENCE_READERS: tuple[EvidenceReader, ...] = (
     EvidenceReader("records of runs", is_run_file, read_run_file),
     EvidenceReader("records of steps", is_steps_file, read_steps_file),
     # any text may be one
-    EvidenceReader("logs", is_console_log, read_console_log),
+    EvidenceReader("kernel logs", is_kernel_log, read_console_log),
+    EvidenceReader("console logs", is_console_log, read_console_log),
 )
 
 

@@ -8,6 +8,7 @@ A time without a zone is taken for local time of the machine that reads.
 """
 
 import re
+import signal
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -73,7 +74,13 @@ WATCHDOG_PROGRESS = re.compile(
 NCCL_HEAD = re.compile(r"(?P<host>[\w.-]{1,253}):(?P<pid>\d{1,9}):\d+ \[(?P<device>\d+)\] ")
 # what launchers raise since one of their processes failed
 LAUNCHER_ERRORS = ("ChildFailedError", "ProcessExitedException", "ProcessRaisedException", "SignalException")
+KERNEL_LINE = re.compile(
+    rb"\[ *\d+\.\d{6}\] |\[[A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]\d [\d:]{8} \d{4}\] |.{0,60}? kernel: "
+)
 LAUNCHER_WORDS = (b"torch.distributed.elastic", b"torch/distributed/elastic", b"torchrun")
+# with these a process ends whatever it has printed before
+SIGNALS_OF_OTHERS = (-signal.SIGKILL, -signal.SIGTERM)
+SPAWN_ERROR = "ProcessExitedException"
 CONSEQUENCES = (EventKind.CONNECTION_LOST, EventKind.COLLECTIVE_TIMEOUT)
 
 
@@ -89,6 +96,8 @@ class _Found:
     local_rank: int | None = None
     # srun's number, which the line itself names
     task: int | None = None
+    # srun had begun to end all processes
+    is_after_end: bool = False
 
 
 class _Kept:
@@ -170,6 +179,10 @@ class LogReader:
         self._opened_at = 0
         self._events: dict[tuple[EventKind, LineOrigin], _Kept] = {}
         self._table = FailureTable()
+        # ends of processes that srun or mp.spawn told of
+        self._told_ends: list[_Found] = []
+        # srun has ended those that were left
+        self._srun_ended = False
         self._progress: dict[tuple[LineOrigin, str], tuple[int, str, GroupProgress]] = {}
         self._ranks_of: dict[LineOrigin, int] = {}
         self._has_launcher = False
@@ -284,7 +297,14 @@ class LogReader:
         if matched is None:
             return
         pattern, match = matched
+        self._srun_ended = self._srun_ended or (
+            pattern.kind is EventKind.LAUNCHER_ENDED_OTHERS and "srun" in pattern.word
+        )
         for found in self._make_events(pattern, match, origin, line):
+            is_told = found.task is not None or (found.local_rank is not None and SPAWN_ERROR in line)
+            if is_told and len(self._told_ends) < MAX_PROCESSES:
+                found.is_after_end = self._srun_ended
+                self._told_ends.append(found)
             key = (found.event.kind, stream)
             if key not in self._events and len(self._events) >= MAX_PROCESSES:
                 self._is_full = True
@@ -343,6 +363,8 @@ class LogReader:
                 fatal = describe_fatal(dump, self._source, rank, local_rank, process.origin.host)
                 if fatal is not None:
                     ends.append(fatal)
+        ends = self._name_by_table(ends)
+        ends += [_describe_told_end(naming.name_event(found), found) for found in self._told_ends]
         events = [naming.name_event(found) for kept in self._events.values() for found in kept.list_events()]
         events += self._table.list_roots(self._source)
         events.sort(key=lambda event: _line_of(event.source))
@@ -356,6 +378,27 @@ class LogReader:
             events=tuple(events),
             unread=tuple(unread),
         )
+
+    def _name_by_table(self, ends: list[ProcessEnd]) -> list[ProcessEnd]:
+        """Give exceptions without a rank those of the processes that a launcher saw fail without words.
+
+        Only where nothing else is possible: all exceptions are alike, and there are as many processes, or one.
+        """
+        failed = [end for end in ends if _failed_without_words(end)]
+        unnamed = [end for end in ends if end.rank is None and end.error]
+        contents = {(end.error, end.message, end.frames[:1], end.exit_code) for end in unnamed}
+        if len(contents) != 1 or len(failed) not in (1, len(unnamed)):
+            return ends
+        exit_code = unnamed[0].exit_code
+        if any(exit_code not in (None, end.exit_code) or end.exit_code in SIGNALS_OF_OTHERS for end in failed):
+            return ends
+        # the first of several prints of one exception is the rank's own
+        names = {id(end): process for end, process in zip(unnamed, failed, strict=False)}
+        named = []
+        for end in ends:
+            its = names.get(id(end))
+            named.append(end if its is None else replace(end, rank=its.rank, local_rank=its.local_rank, pid=its.pid))
+        return named
 
     def _choose_naming(self, path: Path) -> "_Naming":
         """How processes are named in this log."""
@@ -506,6 +549,27 @@ class _Naming:
         )
 
 
+def _failed_without_words(end: ProcessEnd) -> bool:
+    """Whether only the exit code of a rank is known, with which it failed of its own."""
+    return end.rank is not None and bool(end.exit_code) and not end.error and not end.is_consequence
+
+
+def _describe_told_end(event: LogEvent, found: _Found) -> ProcessEnd:
+    """The end of a process of which srun or mp.spawn told."""
+    exit_code = event.code
+    if event.kind in (EventKind.SIGNAL, EventKind.HOST_OUT_OF_MEMORY):
+        exit_code = -signal.SIGKILL if event.code is None else -event.code
+    return ProcessEnd(
+        source=event.source,
+        rank=event.rank,
+        local_rank=found.local_rank,
+        host=event.host,
+        exit_code=exit_code,
+        ended_at=event.at,
+        is_consequence=True if found.is_after_end else None,
+    )
+
+
 def _line_of(source: str) -> int:
     return int(source.rpartition(":")[2])
 
@@ -543,6 +607,13 @@ def is_console_log(head: bytes, path: Path) -> bool:
     if head.lstrip()[:1] in (b"{", b"<") or path.suffix in (".py", ".json", ".jsonl", ".html", ".md", ".yaml", ".csv"):
         return False
     return all(byte >= 32 or byte in b"\t\n\r\x0b\x0c\x1b\x08" for byte in head[:HEAD_LINES])
+
+
+def is_kernel_log(head: bytes, path: Path) -> bool:
+    """Whether a file that begins with `head` is what a kernel logs, as dmesg or the journal show it."""
+    lines = head.splitlines()[:HEAD_LINES]
+    marked = sum(KERNEL_LINE.match(line) is not None for line in lines)
+    return bool(lines) and marked >= LABELED_SHARE * len(lines) and is_console_log(head, path)
 
 
 def read_console_log(path: Path) -> JobEvidence:

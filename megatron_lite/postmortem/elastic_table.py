@@ -15,6 +15,8 @@ FIELD = re.compile(r" *(?P<name>time|host|rank|exitcode|error_file|traceback) *:
 RANK_VALUE = re.compile(r"(?P<rank>\d{1,7}) \(local_rank: (?P<local>\d{1,7})\)")
 EXIT_VALUE = re.compile(r"(?P<code>-?\d{1,9}) \(pid: (?P<pid>\d{1,9})\)")
 RULE = re.compile(r" *(?:={8,}|-{8,}) *$")
+# torchrun's words for a process that left none: they say no more than its exit code
+NO_WORDS = re.compile(r"Signal \d+ \(.*\) received by PID|To enable traceback see")
 SIGTERM = -15
 MIN_INDENT = 2
 
@@ -153,7 +155,9 @@ def _describe_entry(entry: _Entry, source: str) -> ProcessEnd:
     rank = RANK_VALUE.match(entry.values["rank"])
     code = EXIT_VALUE.match(entry.values.get("exitcode", ""))
     exit_code = int(code["code"]) if code else None
-    said = entry.values.get("traceback", "")
+    said = entry.values.get("traceback", "")[:MAX_ERROR_CHARACTERS]
+    if NO_WORDS.match(said):
+        said = ""
     traceback = entry.traceback
     return ProcessEnd(
         source=f"{source}:{entry.line}",
@@ -163,7 +167,7 @@ def _describe_entry(entry: _Entry, source: str) -> ProcessEnd:
         pid=int(code["pid"]) if code else None,
         exit_code=exit_code,
         error=traceback.error if traceback else "",
-        message=traceback.message if traceback else said[:MAX_ERROR_CHARACTERS],
+        message=traceback.message if traceback else said,
         frames=traceback.frames if traceback else (),
         ended_at=read_time(f"{entry.values.get('time', '')} "),
         # the launcher sends it to those that are left

@@ -328,7 +328,6 @@ class _JsonFrame(msgspec.Struct):
 
     name: str
     filename: str
-    short_filename: str | None = None
     line: int = 0
 
 
@@ -376,7 +375,8 @@ def _add_json_thread(dump: _Dump, found: _JsonThread) -> None:
         holds_interpreter=found.owns_gil,
     )
     for frame in found.frames:
-        thread.add_frame(frame.name, frame.short_filename or frame.filename, str(frame.line))
+        # not the short name: a program's own files would look like those of packages
+        thread.add_frame(frame.name, frame.filename, str(frame.line))
     dump.add_thread(thread)
 
 
@@ -387,12 +387,16 @@ def is_stack_file(head: bytes, path: Path) -> bool:
     prefixes = PrefixReader()
     reader = StackReader()
     lines = [line for line in head.decode("utf-8", "replace").splitlines() if line.strip()]
-    for number, line in enumerate(lines[:LINES_BEFORE_DUMP]):
+    others = 0
+    for number, line in enumerate(lines):
         _, rest = prefixes.split(strip_controls(line))
-        # a log may hold a dump among much else; its reader takes it, too
-        if reader.feed(number, rest) and any(dump.threads for dump in reader.dumps):
-            return True
-    return False
+        if not reader.feed(number, rest):
+            others += 1
+        if number == LINES_BEFORE_DUMP and not reader.dumps:
+            return False
+    # a log may hold a dump among much else; its reader takes it, too
+    has_threads = any(dump.threads for dump in reader.dumps)
+    return has_threads and others <= LINES_BEFORE_DUMP + len(reader.dumps)
 
 
 def read_stack_file(path: Path) -> JobEvidence:

@@ -1,7 +1,6 @@
 """Tracebacks as Python prints them, taken from the lines of one process one by one."""
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_lite.postmortem.evidence import StackFrame
@@ -23,29 +22,6 @@ IGNORED = re.compile(r"Exception ignored (?:in|while)")
 IN_THREAD = re.compile(r"Exception in thread (?P<thread>.+?):?$")
 OF_PROCESS = re.compile(r"-- Process (?P<local>\d{1,7}) terminated with the following error:")
 OF_WORKER = re.compile(r"Caught \w[\w.]* in DataLoader worker process \d+")
-
-# where programs of users do not lie
-LIBRARY_FILE = re.compile(
-    r"(?:^|[/\\])(?:site-packages|dist-packages|lib[/\\]python\d(?:\.\d+)?)[/\\]|^<|"
-    # as py-spy cuts them short
-    r"^(?:torch|lightning|pytorch_lightning|lightning_fabric|accelerate|transformers|deepspeed|ray|numpy)[/\\]|"
-    r"\.so(?:\.[\d.]+)?$|[/\\](?:runpy|threading)\.py$|^(?:runpy|threading|contextlib|selectors|socket|queue|subprocess)\.py$|"
-    r"^(?:multiprocessing|concurrent|asyncio|importlib|unittest)[/\\]"
-)
-
-
-def is_library_file(file: str) -> bool:
-    """Whether a file belongs to Python or to an installed package, rather than to the program of a user."""
-    return not file or LIBRARY_FILE.search(file) is not None
-
-
-def find_program_frame(frames: Iterable[StackFrame]) -> StackFrame | None:
-    """The innermost call that stands in the user's own program; None where all of them are of libraries.
-
-    Args:
-        frames: Innermost first.
-    """
-    return next((frame for frame in frames if not is_library_file(frame.file)), None)
 
 
 @dataclass(frozen=True)

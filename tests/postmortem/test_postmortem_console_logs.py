@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lite.postmortem.call_sites import find_program_frame
 from megatron_lite.postmortem.collect import collect_evidence
 from megatron_lite.postmortem.console_logs import KEPT_EVENTS, is_console_log, parse_lines, read_console_log
 from megatron_lite.postmortem.evidence import EventKind, GroupProgress, StackFrame
 from megatron_lite.postmortem.log_patterns import LINE_PATTERNS, LINE_SEEDS, match_line
-from megatron_lite.postmortem.python_tracebacks import find_program_frame
 
 TABLE = Path(__file__).parent / "log_lines.tsv"
 ROWS = [line.split("\t") for line in TABLE.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
@@ -253,6 +253,45 @@ def test_dumps_of_stacks_within_a_log_are_found():
     assert [stacks.pid for stacks in parse_lines(["before", *dump, "after"]).stacks] == [16898]
 
 
+PLAIN_FAILURE = [
+    "Root Cause (first observed failure):",
+    "[0]:",
+    "  time      : 2026-11-28_17:07:47",
+    "  host      : node1",
+    "  rank      : 3 (local_rank: 3)",
+    "  exitcode  : 1 (pid: 20)",
+    "  error_file: <N/A>",
+    "  traceback : To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html",
+    "============================================================",
+]
+
+
+def test_an_exception_without_a_prefix_is_of_the_only_rank_that_failed():
+    found = parse_lines([*TRACEBACK, *PLAIN_FAILURE])
+    assert [(end.rank, end.pid, bool(end.error)) for end in found.ends] == [(3, 20, False), (3, 20, True)]
+    # two different ones cannot be told apart
+    other = [*TRACEBACK[:2], "ValueError: bad"]
+    assert [end.rank for end in parse_lines([*TRACEBACK, *other, *PLAIN_FAILURE]).ends] == [3, None, None]
+    # a killed process did not end by its exception
+    killed = [line.replace("exitcode  : 1 ", "exitcode  : -9 ") for line in PLAIN_FAILURE]
+    assert [end.rank for end in parse_lines([*TRACEBACK, *killed]).ends] == [3, None]
+
+
+def test_srun_tells_how_tasks_ended_and_which_it_ended_itself():
+    lines = [
+        "srun: error: n1: task 3: Out Of Memory",
+        "srun: Terminating StepId=440576.0",
+        "slurmstepd: error: *** STEP 440576.0 ON n1 CANCELLED AT 2023-12-05T07:16:02 ***",
+        "srun: error: n0: tasks 0-1: Killed",
+    ]
+    ends = parse_lines(lines).ends
+    assert [(end.rank, end.exit_code, end.is_consequence) for end in ends] == [
+        (3, -9, None),
+        (0, -9, True),
+        (1, -9, True),
+    ]
+
+
 def test_processes_of_spawn_have_their_number():
     lines = [
         "torch.multiprocessing.spawn.ProcessRaisedException:",
@@ -367,7 +406,8 @@ def test_text_is_a_log_and_data_is_not(tmp_path):
     assert not is_console_log(b"import torch\n", Path("train.py"))
     assert not is_console_log(b"", Path("a"))
     (tmp_path / "job.out").write_text(f"{LOST}\n")
-    assert collect_evidence([tmp_path]).read == {"logs": 1}
+    (tmp_path / "dmesg").write_text("[   12.345678] usb 1-1: new device\n[   13.345678] eth0: up\n")
+    assert collect_evidence([tmp_path]).read == {"console logs": 1, "kernel logs": 1}
 
 
 def test_the_first_row_that_matches_decides():

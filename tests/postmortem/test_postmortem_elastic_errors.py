@@ -6,10 +6,10 @@ import random
 import pytest
 
 from megatron_lite.errors import UserError
+from megatron_lite.postmortem.call_sites import find_program_frame
 from megatron_lite.postmortem.collect import collect_evidence
 from megatron_lite.postmortem.elastic_errors import read_error_file
 from megatron_lite.postmortem.evidence import StackFrame
-from megatron_lite.postmortem.python_tracebacks import find_program_frame
 
 STACK = (
     "Traceback (most recent call last):\n"

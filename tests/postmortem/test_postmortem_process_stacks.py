@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from megatron_lite.errors import UserError
+from megatron_lite.postmortem.call_sites import find_program_frame
 from megatron_lite.postmortem.collect import collect_evidence
 from megatron_lite.postmortem.evidence import StackFrame
 from megatron_lite.postmortem.process_stacks import is_stack_file, parse_stacks, read_stack_file
-from megatron_lite.postmortem.python_tracebacks import find_program_frame
 
 DUMPS = Path(__file__).parent / "stacks"
 WAITS = StackFrame("train_step", "hang.py", 9)
@@ -36,7 +36,7 @@ def test_every_dump_is_recognized_and_has_a_main_thread(path):
         ("pyspy_locals.txt", SLEEPS, "<module>"),
         # below Python stands C's own first call
         ("pyspy_native.txt", WAITS, "0x7f515684524a"),
-        ("pyspy.json", SLEEPS, "<module>"),
+        ("pyspy.json", StackFrame("train_step", "/home/user/job/hang.py", 8), "<module>"),
     ],
 )
 def test_the_call_of_the_program_is_found_below_those_of_torch(name, frame, outermost):

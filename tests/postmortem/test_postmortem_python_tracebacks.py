@@ -2,13 +2,9 @@
 
 import pytest
 
+from megatron_lite.postmortem.call_sites import find_program_frame
 from megatron_lite.postmortem.evidence import StackFrame
-from megatron_lite.postmortem.python_tracebacks import (
-    TracebackReader,
-    find_program_frame,
-    is_library_file,
-    parse_traceback,
-)
+from megatron_lite.postmortem.python_tracebacks import TracebackReader, parse_traceback
 
 KEY_ERROR = "KeyError: 'k'"
 FIRST = 'Traceback (most recent call last):\n  File "train.py", line 3, in load\n    x = d["k"]\n        ~^^^^^\n'
@@ -103,7 +99,6 @@ def test_a_traceback_that_breaks_off_is_none():
     ],
 )
 def test_files_of_libraries_are_told_from_the_programs_own(file, is_library):
-    assert is_library_file(file) is is_library
     frame = StackFrame("f", file, 1)
     assert (find_program_frame([frame]) is None) is is_library
 

@@ -123,6 +123,14 @@ def only_logs_tell() -> JobEvidence:
     return job.evidence()
 
 
+@case(Expected(Kind.NEVER_ENTERED, (1,), "medium"))
+def a_monitored_barrier_names_a_rank() -> JobEvidence:
+    job = MadeJob(3)
+    job.event(EventKind.RANK_BEHIND, rank=1)
+    follow(job, [0, 2], TIMED_OUT)
+    return job.evidence()
+
+
 # --- other arguments, other order
 
 

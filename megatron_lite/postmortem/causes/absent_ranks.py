@@ -19,7 +19,7 @@ from megatron_lite.postmortem.matched_calls import EnteredCall, MatchedGroup, co
 from megatron_lite.postmortem.observed_job import ObservedJob, ObservedRank
 from megatron_lite.postmortem.postmortem_results import Fact, FailureKind
 from megatron_lite.postmortem.rank_ends import EndKind
-from megatron_lite.postmortem.rank_lists import does, name_ranks
+from megatron_lite.postmortem.rank_lists import does, list_ranks, name_ranks
 from megatron_lite.postmortem.waits import Wait
 from megatron_lite.units import counted
 
@@ -76,10 +76,10 @@ def find_absent_ranks(job: ObservedJob) -> list[Suspicion]:
 
 
 def find_absence(job: ObservedJob) -> Absence | None:
-    """Find who is waited for: by the recordings, else by stacks, else by what logs say of timeouts."""
+    """Find who is waited for: by the recordings, else by stacks, else by what logs say of it."""
     if job.waits:
         return _find_by_recordings(job)
-    for find in (_find_unread_member, _find_by_stacks, _find_by_logs):
+    for find in (_find_unread_member, _find_by_stacks, _find_named_by_library, _find_by_logs):
         absence = find(job)
         if absence is not None:
             return absence
@@ -140,6 +140,15 @@ def _find_by_stacks(job: ObservedJob) -> Absence | None:
     if not waiting or not busy:
         return None
     return Absence(busy, waiting, unread=tuple(job.list_unknown(job.places)))
+
+
+def _find_named_by_library(job: ObservedJob) -> Absence | None:
+    """Find ranks of which a library says that they did not come: a monitored barrier, or NCCL's report of a desync."""
+    named = set(list_ranks(job.list_events(EventKind.RANK_BEHIND)))
+    waiting = tuple(sorted(set(job.ranks) - named))
+    if not named or not waiting:
+        return None
+    return Absence(tuple(sorted(named)), waiting)
 
 
 def _find_by_logs(job: ObservedJob) -> Absence | None:
@@ -340,7 +349,8 @@ def _cite_wait(job: ObservedJob, absence: Absence) -> list[Fact]:
     """Cite the recording of who waits, and how far those are who do not; without recordings, what logs say."""
     wait = absence.wait
     if wait is None:
-        return list(quote_some(job.list_events(EventKind.COLLECTIVE_TIMEOUT))[:MAX_CITED])
+        events = job.list_events(EventKind.RANK_BEHIND, EventKind.COLLECTIVE_TIMEOUT)
+        return list(quote_some(events)[:MAX_CITED])
     facts = [cite_call(job, wait.call, f"waits in {wait.title}")]
     for rank in absence.ranks[:MAX_CITED]:
         if rank in job.calls.recordings:
