@@ -1,8 +1,9 @@
 """Last words of ranks under `megatron-lite watch`: their files, and when a rank bears a closer look. No torch."""
 
+import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,8 @@ LATE_FACTOR = 10
 MIN_LATE_STEP_S = 5.0
 # a rank whose steps are not known is late that shows no sign for so long
 LATE_WITHOUT_STEPS_S = 60.0
+# a step that stays late is looked at again after this many times as long
+LOOK_AGAIN_FACTOR = 2.0
 MAX_LAST_WORDS_BYTES = 2**18
 PYSPY_STACKS = ".json"
 FAULT_STACKS = ".txt"
@@ -98,12 +101,21 @@ def stands_still(status: RankAtFailure, limit_s: float) -> bool:
     return status.left is None and status.still_s >= max(limit_s, LATE_FACTOR * usual_s)
 
 
-def remove_recordings(folder: Path) -> None:
-    """Remove what was recorded of failures in a folder: of a run before, or of one that ended well."""
-    for pattern in (f"{LAST_WORDS}*.json", f"{FLIGHT_RECORDINGS}*", f"{STACKS}*"):
-        for path in folder.glob(pattern):
+def remove_recordings(folder: Path, names: Iterable[str]) -> None:
+    """Remove what was recorded of ranks: by a run before, or by one that ended well.
+
+    Args:
+        folder: Folder of the recording; other machines may write into it, too.
+        names: Names of the ranks, as `name_rank` gives them.
+    """
+    for name in names:
+        flight = flight_path(folder, name)
+        stacks = stacks_path(folder, name, "")
+        for path in (words_path(folder, name), flight, *flight.parent.glob(f"*-{flight.name}")):
             path.unlink(missing_ok=True)
-    for name in (FLIGHT_RECORDINGS, STACKS):
-        parent = (folder / name).parent
-        if parent.is_dir() and not any(parent.iterdir()):
+        for ending in (PYSPY_STACKS, FAULT_STACKS):
+            stacks.with_name(stacks.name + ending).unlink(missing_ok=True)
+    for parent in {(folder / place).parent for place in (FLIGHT_RECORDINGS, STACKS)}:
+        with contextlib.suppress(OSError):
+            # OSError: not there, or not empty
             parent.rmdir()

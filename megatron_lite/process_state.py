@@ -15,6 +15,8 @@ from typing import TypedDict
 
 PROC = Path("/proc")
 RANK_VARIABLES = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "LOCAL_RANK")  # torchrun gives them to each rank
+# letters of processes that have ended: one that nobody has waited for, and one that is going away
+ENDED = ("Z", "X")
 # glibc's malloc.h
 M_MXFAST = 1
 M_TRIM_THRESHOLD = -1
@@ -34,12 +36,28 @@ def process_state(pid: int) -> str | None:
         return "dead"
     except OSError:
         return None
-    return {"Z": "dead", "X": "dead", "T": "stopped", "t": "stopped"}.get(letter, "running")
+    if letter in ENDED:
+        return "dead"
+    return {"T": "stopped", "t": "stopped"}.get(letter, "running")
 
 
 def _fields(pid: int) -> list[str]:
     """Read the fields of /proc/PID/stat behind the name, which may hold anything. OSError without such a process."""
     return (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+
+
+def read_exit_code(pid: int) -> int | None:
+    """Read the exit code of a process that has ended and that nobody has waited for yet; None where it is not told.
+
+    Negative for a signal. The kernel says 0, too, to who may not know.
+    """
+    try:
+        letter, *others = _fields(pid)
+        if letter not in ENDED:
+            return None
+        return os.waitstatus_to_exitcode(int(others[48]))
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 class ProcessIdentity(TypedDict):

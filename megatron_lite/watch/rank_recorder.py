@@ -27,6 +27,7 @@ from megatron_lite.formats.failure_record import NO_ERROR, RankAtFailure
 from megatron_lite.last_words import (
     BEATS_APART_S,
     FAULT_STACKS,
+    LOOK_AGAIN_FACTOR,
     flight_path,
     is_late,
     name_rank,
@@ -47,9 +48,9 @@ MAX_LAST_DUMP_S = 10.0
 # a thread that is silent for so long cannot run: C code holds the interpreter
 SILENT_S = 30.0
 ARMS_APART_S = 10.0
-# a step that stays late is looked at again after this many times as long
-LOOK_AGAIN_FACTOR = 2.0
 OWN_FILES = (__file__, signal_pipe.__file__)
+# of torchrun and torch.multiprocessing, which tell that another process ended
+LAUNCHER_ERRORS = ("ChildFailedError", "SignalException", "ProcessExitedException", "ProcessRaisedException")
 HEARD_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 ARM = faulthandler.dump_traceback_later  # before scripts are listened to that use it
 
@@ -163,7 +164,7 @@ class RankRecorder:
             message=describe_error(error, whole=True),
             error_stack=describe_error_stack(error),
             exit_code=words.exit_code or 1,
-            blameless=isinstance(error, KeyboardInterrupt),
+            blameless=isinstance(error, KeyboardInterrupt) or type(error).__name__ in LAUNCHER_ERRORS,
         )
 
     def end(self) -> None:

@@ -152,7 +152,9 @@ def test_recordings_of_a_run_before_are_removed(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("{")
     assert not list(read_words(tmp_path)), "damaged"
-    remove_recordings(tmp_path)
+    remove_recordings(tmp_path, ["2"])
+    assert len(list(tmp_path.iterdir())) == 4
+    remove_recordings(tmp_path, ["3"])
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
