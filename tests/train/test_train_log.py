@@ -3,14 +3,18 @@
 import json
 import math
 import re
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
+from support import launch
 from support.launch import alone, flags, plan_of, pretrain, quietly, steps, write_documents
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron_lite.instruments.hardware_sampler import HardwareSampler
+from megatron_lite.instruments.host_counters import HostCounters
 from megatron_lite.parallel.pipeline import Pipeline
 from megatron_lite.train import log
 from megatron_lite.train import step_hooks as evaluation
@@ -232,3 +236,16 @@ def test_the_end_evaluates_on_the_next_samples_even_where_an_interval_ends(monke
     assert [(found[1], float(found[2])) for text in said if (found := VALIDATION_LINE.match(text.splitlines()[1]))] == [
         ("iteration 40", 3.0), ("iteration 40 on validation set", 2.0), ("iteration 45 on validation set", 1.0),
     ]  # fmt: skip
+
+
+def test_samples_before_an_error_are_written_and_those_of_a_line_once(tmp_path, monkeypatch):
+    sampler = HardwareSampler(None, HostCounters(tmp_path, tmp_path))
+    monkeypatch.setattr(launch, "Log", partial(log.Log, hardware=sampler))
+    words = flags("--train-iters 9 --log-interval 2 --global-batch-size 2")
+    with alone(), pytest.raises(KeyboardInterrupt):
+        quietly(words, tmp_path / "run", watchers=[sampler, launch.Interrupts(6)])
+    lines = [json.loads(line) for line in (tmp_path / "run" / "steps.jsonl").read_text().splitlines()]
+    [last] = [line for line in lines if line["kind"] == "hardware"]
+    # the thread samples once more at the end, whatever it has done before
+    assert (last["iterations"], last["rank"]) == ([5, 5], 0) and last["figures"]["samples"] >= 1
+    assert lines[-1] is last
