@@ -60,7 +60,7 @@ COMMANDS = {  # name: (module and function, which takes argv and may return an e
         "cli.prove:run",
         "check that a parallel script, or layout, computes what one rank computes",
     ),
-    "audit": ("cli.report:audit", "check a profiled run against 18 performance questions"),
+    "audit": ("cli.report:audit", "check a profiled run against 19 performance questions"),
 }
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it
 

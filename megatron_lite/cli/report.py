@@ -270,7 +270,7 @@ def audit(argv: list[str]) -> int:
     """Print a report's section of checks with all questions. Returns 0, or with --strict 1 where a check failed."""
     parser = Parser(
         "audit",
-        "Checks a run against 18 performance questions. "
+        "Checks a run against 19 performance questions. "
         "Each is passed or failed, with evidence, or not visible, with what to record. "
         "Most needs a run folder with a trace (shapes on) and a memory snapshot; it reads what `report` reads.",
     )

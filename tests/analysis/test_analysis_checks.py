@@ -27,11 +27,12 @@ from support.finding_cases import (
     recorded,
     remembered,
     run,
+    sampled,
 )
 from support.paths import SHARED
 from support.report_cases import HOSTILE, report
 from support.trace_maker import cpu_run, gpu_run
-from support.training_maker import ADD, FP32_GEMM, Step
+from support.training_maker import ADD, FP32_GEMM, Step, rank_lines
 from support.wording import wording
 
 from megatron_lite.analysis.analyze import analyze
@@ -120,6 +121,14 @@ def cold(folder):
 
 
 # (number, answer, code, made run, what it must say)
+
+
+def on_a_host(figures: dict):
+    """A run on CPUs whose machine was sampled."""
+    hardware = {"samples": [20]} | figures if figures else {}
+    return recorded(device="cpu", ranks=rank_lines([3.0, 3.0], hardware=hardware))
+
+
 POINTS = [
     (1, PASS, "", recorded(steps=ordinary_steps(gpu_ms=9.0)), "between CUDA events"),
     (1, FAIL, "", run, "--no-step-timeline"),
@@ -129,7 +138,7 @@ POINTS = [
     (2, FAIL, "", recorded(steps=ordinary_steps(6, profiled=True)), ""),
     (2, NOT_VISIBLE, "", memory, ""),
     *((number, PASS, "", gpu, "") for number in (3, 4, 5, 6, 7, 8, 9)),
-    *((number, NOT_VISIBLE, "", run, "") for number in (3, 7, 8, 9, 10, 15, 18)),
+    *((number, NOT_VISIBLE, "", run, "") for number in (3, 7, 8, 9, 10, 15, 18, 19)),
     *((number, NOT_VISIBLE, "", gpu, "") for number in (11, 12, 13, 14, 16, 17)),
     (4, NOT_VISIBLE, "", memory, ""),
     (5, NOT_VISIBLE, "", cpu, ""),
@@ -185,6 +194,10 @@ POINTS = [
     (16, NOT_VISIBLE, "", on_gpu(steps=1), "schedule(active=...)"),
     (16, NOT_VISIBLE, "", recorded(dataloader_type="external"), "2,048 positions"),
     (17, NOT_VISIBLE, "", recorded(**OWN_DATA | {"dataloader_type": "external"}), "tokens/s"),
+    (19, PASS, "", sampled(sm_clock_mhz=[1980, 1965], clock_limits=[0], slowed=[0], xids=[0]), "1,965 of 1,980 MHz"),
+    (19, NOT_VISIBLE, "", sampled(stolen=[0.01]), "pip install nvidia-ml-py"),
+    (19, PASS, "", on_a_host({"stolen": [0.01], "quota_used_up": [0.0]}), "1%"),
+    (19, NOT_VISIBLE, "", on_a_host({}), "steps.jsonl"),
     (17, NOT_VISIBLE, "", recorded(eod_mask_loss=True, **OWN_DATA), "--eod-mask-loss"),
 ]
 
@@ -237,12 +250,12 @@ def test_a_rule_that_finds_nothing_says_what_it_saw_or_lacks(code):
     assert judge(NOTHING).looks[code].outcome is NOT_VISIBLE
 
 
-def test_there_are_eighteen_points_and_each_has_its_cases():
-    assert len(QUESTIONS) == 18 == len({one.text for one in QUESTIONS}) == len({one.name for one in QUESTIONS})
+def test_there_are_nineteen_points_and_each_has_its_cases():
+    assert len(QUESTIONS) == 19 == len({one.text for one in QUESTIONS}) == len({one.name for one in QUESTIONS})
     assert all(one.text.endswith("?") and set(one.codes) <= set(RULES) for one in QUESTIONS)
     assert all(one.look or one.codes for one in QUESTIONS)
-    assert {(number, answer) for number, answer, *_ in POINTS} >= {(number, NOT_VISIBLE) for number in range(1, 19)}
-    assert {number for number, answer, *_ in POINTS if answer is PASS} == set(range(1, 18)) - {10}
+    assert {(number, answer) for number, answer, *_ in POINTS} >= {(number, NOT_VISIBLE) for number in range(1, 20)}
+    assert {number for number, answer, *_ in POINTS if answer is PASS} == set(range(1, 20)) - {10, 18}
 
 
 @pytest.mark.parametrize(("number", "answer", "code", "write", "says"), POINTS)
@@ -336,7 +349,7 @@ def test_losses_of_other_data_are_not_judged(tmp_path):
 
 def test_without_facts_nothing_is_seen():
     answered = checks_of(NOTHING)
-    assert [check.number for check in answered] == list(range(1, 19)) and {check.answer for check in answered} == {
+    assert [check.number for check in answered] == list(range(1, 20)) and {check.answer for check in answered} == {
         NOT_VISIBLE
     }
     for check in answered:
@@ -431,14 +444,14 @@ def test_files_of_others(path):
 def test_lines_are_narrow_and_harmless():
     found = report(name=HOSTILE)
     answered = answer_checks(found.facts, found.findings, found.looks, found.facts)
-    evil = Check(19, HOSTILE, FAIL, (Evidence(HOSTILE, HOSTILE),) * 5, "sync-in-step", HOSTILE)
+    evil = Check(20, HOSTILE, FAIL, (Evidence(HOSTILE, HOSTILE),) * 5, "sync-in-step", HOSTILE)
     for everything in (False, True):
         lines = section_lines(build_checked_section([*answered, evil], False, everything=everything), Style())
         assert max(map(len, lines)) <= 100 and all(line.isprintable() for line in lines)
         assert any("and 2 more with --all" in line for line in lines) is not everything
     assert any("\033[" in line for line in section_lines(build_checked_section(answered, True), Style(colour=True)))
     in_lines = section_lines(build_checked_section([*answered, evil], False, in_full=False), Style())
-    assert len(in_lines) == 1 + 19 and max(map(len, in_lines)) <= 100 and all(map(str.isprintable, in_lines))
+    assert len(in_lines) == 1 + 20 and max(map(len, in_lines)) <= 100 and all(map(str.isprintable, in_lines))
 
 
 def test_the_command(tmp_path, capsys):
@@ -449,7 +462,7 @@ def test_the_command(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "held against" in out and "written:" in out and " passed, " in out and "gpu_ms" not in out
     found = json.loads(Path(written).read_text())
-    assert found["schema"] == 1 and len(found["points"]) == 18 and found["against"]
+    assert found["schema"] == 1 and len(found["points"]) == 19 and found["against"]
     expected = {"number": 3, "question": QUESTIONS[2].text, "answer": "pass", "evidence": [], "code": "", "remedy": ""}
     expected |= {"name": QUESTIONS[2].name}
     assert found["points"][2] | {"evidence": []} == expected

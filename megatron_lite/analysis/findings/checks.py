@@ -1,4 +1,4 @@
-"""Eighteen questions that every training run should be able to answer, as a table.
+"""Nineteen questions that every training run should be able to answer, as a table.
 
 A finding with one of a question's codes answers it: failed. Without one, what the question's rule saw answers it, or,
 where no rule looks for such a cause, a look of its own: passed, failed, or not visible, with what to record.
@@ -14,6 +14,7 @@ from megatron_lite.analysis.findings.rules import REPORT_BUG
 from megatron_lite.analysis.findings.run_checks import (
     look_at_batches,
     look_at_compilation,
+    look_at_hardware,
     look_at_peak,
     look_at_shapes,
     look_at_tokens,
@@ -144,6 +145,13 @@ QUESTIONS: tuple[Question, ...] = (
         "loss agrees with the baseline",
         look=look_at_losses,
         record=Recording.SECOND_RUN,
+    ),
+    Question(
+        "Do GPUs keep their clocks and hosts their cores, without errors?",
+        "hardware at its speed",
+        ("gpu-slowed", "gpu-low-clock", "gpu-errors", "cpu-quota", "stolen-time", "hot-cpu"),
+        look_at_hardware,
+        Recording.HARDWARE,
     ),
 )
 

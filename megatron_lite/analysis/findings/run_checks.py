@@ -38,6 +38,35 @@ PACKED = Evidence(
 )
 
 
+# --- the hardware
+
+RULES_OF_GPUS = ("gpu-slowed", "gpu-errors")
+RULES_OF_HOSTS = ("cpu-quota", "stolen-time")
+
+
+def look_at_hardware(case: CheckCase) -> Observation:
+    """Tell at which clocks GPUs ran and what hosts took from their ranks, as far as it was sampled.
+
+    Without clocks of the GPUs of a run on GPUs nothing passes.
+    """
+    of_gpus = _list_seen(case, RULES_OF_GPUS)
+    of_hosts = _list_seen(case, RULES_OF_HOSTS)
+    if case.facts.on_gpu is False:
+        return saw(*of_hosts) if of_hosts else could_not_look(record=Recording.RUN_FOLDER)
+    knows_clocks = case.facts.ranks_hardware.has_gpu
+    return saw(*of_gpus, *of_hosts) if knows_clocks and of_gpus else could_not_look(*of_hosts)
+
+
+def _list_seen(case: CheckCase, codes: Sequence[str]) -> list[Evidence]:
+    """List what these rules saw that found nothing."""
+    seen: list[Evidence] = []
+    for code in codes:
+        look = case.get_look(code)
+        if look is not None and look.outcome is CheckResult.PASSED:
+            seen += look.evidence[:1]
+    return seen
+
+
 # --- memory
 
 
