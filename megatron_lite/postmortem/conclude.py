@@ -31,7 +31,7 @@ from megatron_lite.postmortem.causes.process_errors import (
     find_lost_memory,
 )
 from megatron_lite.postmortem.causes.slow_ranks import find_slow_ranks
-from megatron_lite.postmortem.causes.well import find_good_end, find_progress
+from megatron_lite.postmortem.causes.well import find_good_end, find_progress, find_silence
 from megatron_lite.postmortem.evidence import EventKind, JobEvidence
 from megatron_lite.postmortem.observed_job import ObservedJob, observe_job
 from megatron_lite.postmortem.postmortem_results import Fact, FailureKind, Postmortem
@@ -62,6 +62,7 @@ RULES: tuple[Rule, ...] = (
     find_divergence,
     find_good_end,
     find_progress,
+    find_silence,
 )
 # one is the reason of the other, on the same rank or machine
 REASONS = {
@@ -75,8 +76,6 @@ REASONS = {
 SAME_MOMENT_S = 1.0
 # what is left of a job says little of when the first sign of trouble was
 DISAGREEMENTS = (FailureKind.OTHER_ARGUMENTS, FailureKind.OTHER_ORDER)
-# a loss that is not finite may be one of many: alone it ends no job
-MAY_BE_HARMLESS = (FailureKind.DIVERGED,)
 MAX_FACTS_KEPT = 12
 MAX_CONSEQUENCES = 12
 TO_RECORD = (
@@ -164,7 +163,7 @@ def choose_cause(
 def _rank_suspicion(suspicion: Suspicion, first_seen: int | None) -> tuple[bool, bool, bool, float, int]:
     """Order suspicions that nothing explains: whom the launcher saw first, then the earliest, then the surest."""
     return (
-        suspicion.kind in MAY_BE_HARMLESS,
+        suspicion.may_be_harmless,
         suspicion.kind is FailureKind.NONE,
         suspicion.is_wait or first_seen is None or first_seen not in suspicion.ranks,
         suspicion.onset if suspicion.onset is not None else float("inf"),
@@ -179,7 +178,7 @@ def explains(one: Suspicion, other: Suspicion) -> bool:
         return not one.is_brief
     if one.kind is FailureKind.NONE and other.is_brief:
         return True
-    if one.kind is FailureKind.NONE or one.kind in MAY_BE_HARMLESS:
+    if one.kind is FailureKind.NONE or one.may_be_harmless:
         return False
     if other.kind in REASONS.get(one.kind, ()) and _are_together(one, other):
         return not _is_much_later(one, other)
@@ -250,7 +249,7 @@ def _write_postmortem(
 ) -> Postmortem:
     """Write the conclusion down."""
     confidence = cause.confidence
-    serious = [one for one in rivals if one.kind not in MAY_BE_HARMLESS]
+    serious = [one for one in rivals if not one.may_be_harmless]
     if serious:
         confidence = min(confidence, Confidence.MEDIUM if _is_clearly_first(cause, serious) else Confidence.LOW)
     missing = [*cause.missing, *_list_missing(job, cause)]
@@ -293,7 +292,7 @@ def _list_consequences(job: ObservedJob, cause: Suspicion, suspicions: Sequence[
     for one in suspicions:
         if one.kind is not FailureKind.NONE:
             source = one.evidence[0].source if one.evidence else ""
-            facts.append(Fact(text=one.headline, source=source))
+            facts.append(Fact(text=one.short or one.headline, source=source))
     alike: dict[str, list[RankEnd]] = defaultdict(list)
     for rank, observed in job.ranks.items():
         end = observed.end
@@ -319,7 +318,7 @@ def _list_missing(job: ObservedJob, cause: Suspicion) -> list[str]:
 def _conclude_nothing(job: ObservedJob) -> Postmortem:
     """The answer where no rule suspects anything: what was seen, and what would tell more."""
     missing = [f"{kind} ({how}): {tells}." for kind, how, tells in TO_RECORD if not _has_read(job, kind)]
-    ends = [end for end in job.ends if end.kind is not EndKind.WELL]
+    ends = [end for end in job.ends if end.kind not in (EndKind.WELL, EndKind.UNKNOWN)]
     seen = _describe_ends(job)
     verdict = "Nothing that was read shows a failure"
     if ends:

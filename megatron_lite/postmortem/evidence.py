@@ -258,6 +258,8 @@ class RankProgress:
     still_s: float | None = None
     # median duration of its steps before, in seconds
     usual_step_s: float | None = None
+    # duration of its last steps without what it waited for others, in seconds
+    own_step_s: float | None = None
     # coordinates in the layout: "pp 1, tp 0"; "" where all ranks hold the same
     place: str = ""
     # the process: running, stopped, dead

@@ -26,8 +26,21 @@ DISAGREEMENT = re.compile(
     re.IGNORECASE,
 )
 ENDED_BY_OTHERS = ("SignalException", "KeyboardInterrupt")
-# of this package's trainer: always of other ranks
-OF_OTHER_RANKS = "RanksError"
+# of this package's trainer, and of torchrun: always of other processes
+OF_OTHERS = ("RanksError", "ChildFailedError")
+# faulthandler's words for a signal
+FATAL = "Fatal Python error"
+SIGNALS_OF_WORDS = {
+    "Aborted": signal.SIGABRT,
+    "Segmentation fault": signal.SIGSEGV,
+    "Bus error": signal.SIGBUS,
+    "Illegal instruction": signal.SIGILL,
+    "Floating point exception": signal.SIGFPE,
+}
+# what a launcher says of a process that has left no words
+# this package's trainer names the rank that others wait for
+RANK_AT_FRONT = re.compile(r"(?:error: )?rank (\d{1,7})\b")
+WITHOUT_WORDS = re.compile(r"^(?:Signal \d+|To enable traceback|<N/A>|it is gone)")
 POLITE_SIGNALS = (-signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGINT)
 # a batch system or a launcher that loses its patience; also the kernel for want of memory
 KILL = (-signal.SIGKILL, 128 + signal.SIGKILL)
@@ -103,8 +116,10 @@ def classify_end(end: ProcessEnd) -> EndKind:
     said = f"{end.error} {end.message}"
     if name in ENDED_BY_OTHERS:
         return EndKind.ENDED
-    if name == OF_OTHER_RANKS:
+    if name in OF_OTHERS:
         return EndKind.LOST_OTHERS
+    if end.error.startswith(FATAL):
+        return EndKind.SIGNAL
     if end.error or end.message:
         if DISAGREEMENT.search(said):
             return EndKind.DISAGREEMENT
@@ -119,8 +134,13 @@ def classify_end(end: ProcessEnd) -> EndKind:
         return EndKind.ENDED if end.is_consequence else EndKind.UNKNOWN
     if end.is_consequence or code in POLITE_SIGNALS:
         return EndKind.ENDED
-    is_signal = code < 0 or name_signal(code).startswith("SIG")
-    return EndKind.SIGNAL if is_signal else EndKind.CODE
+    if code < 0 or name_signal(code).startswith("SIG"):
+        return EndKind.SIGNAL
+    if not end.message or WITHOUT_WORDS.match(end.message):
+        return EndKind.CODE
+    named = RANK_AT_FRONT.match(end.message)
+    is_of_other = named is not None and int(named[1]) != end.rank
+    return EndKind.LOST_OTHERS if is_of_other else EndKind.OWN_ERROR
 
 
 def _tells_of_others(name: str, said: str) -> bool:
@@ -142,9 +162,10 @@ TELLING = (
 )
 
 
-def _order_ends(end: ProcessEnd) -> tuple[int, int]:
-    """Order records by what they tell, then by how long their tracebacks are."""
-    return TELLING.index(classify_end(end)), -len(end.frames)
+def _order_ends(end: ProcessEnd) -> tuple[bool, int, int]:
+    """Order records by what they tell, then by how long their tracebacks are; words on others come last."""
+    is_of_others = end.error.rpartition(".")[2] in OF_OTHERS
+    return is_of_others, TELLING.index(classify_end(end)), -len(end.frames)
 
 
 def unite_ends(ends: Sequence[ProcessEnd]) -> RankEnd:
@@ -173,4 +194,9 @@ def unite_ends(ends: Sequence[ProcessEnd]) -> RankEnd:
 def _choose_code(records: Sequence[ProcessEnd]) -> int | None:
     """Choose the exit code: that of the record that tells most, else any."""
     codes = [end.exit_code for end in records if end.exit_code is not None]
+    for end in records:
+        _, _, words = end.error.partition(f"{FATAL}: ")
+        said = words or end.message
+        if end.error.startswith(FATAL) and said in SIGNALS_OF_WORDS:
+            codes.append(-SIGNALS_OF_WORDS[said])
     return codes[0] if codes else None

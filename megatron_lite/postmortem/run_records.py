@@ -13,6 +13,7 @@ import statistics
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
@@ -26,6 +27,7 @@ from megatron_lite.formats.file_names import LAST_WORDS, RUN_FILE
 from megatron_lite.formats.run_record import MAX_RANKS, RunRecord
 from megatron_lite.formats.sound_fields import convert_sound
 from megatron_lite.formats.step_records import HardwareRecord, RankInterval, RanksRecord, StepRecord
+from megatron_lite.postmortem.elastic_table import FailureTable
 from megatron_lite.postmortem.evidence import (
     EventKind,
     FlightRecording,
@@ -40,6 +42,7 @@ from megatron_lite.postmortem.evidence import (
     ThreadStack,
 )
 from megatron_lite.postmortem.hardware_events import MAX_HARDWARE_EVENTS, find_gpu_errors, find_own_gpu_errors
+from megatron_lite.postmortem.log_prefixes import LineOrigin
 from megatron_lite.process_state import is_there
 from megatron_lite.shared_files import open_foreign, read_foreign
 
@@ -108,10 +111,17 @@ def read_last_words(path: Path) -> JobEvidence:
     rank = status.rank
     if rank is None:
         rank = find_rank_in_name(path.name)
+    ends = [_describe_leaving(source, rank, status)] if has_ended(status) else []
+    # a launcher under watch: its error lists the processes that failed, as its console does
+    table = FailureTable()
+    for number, line in enumerate(status.message.splitlines(), start=1):
+        table.feed(number, line, LineOrigin())
+    ends += [replace(end, source=source) for end, _ in table.list_ends(source)]
     # how far each group is stands in the flight recording of the rank
     return JobEvidence(
         stacks=(_describe_stack(source, rank, status),) if status.stack else (),
-        ends=(_describe_leaving(source, rank, status),) if has_ended(status) else (),
+        ends=tuple(ends),
+        events=tuple(replace(root, source=source) for root in table.list_roots(source)),
         progress=() if rank is None else (_describe_progress(source, rank, status),),
         world_size=status.world_size or None,
         unread=tuple(f"{source}: {problem}" for problem in lost),
@@ -412,6 +422,19 @@ def _describe_not_finite(source: str, writer: int | None, number: int, iteration
     )
 
 
+def _measure_own_step(interval: RankInterval, rank: int) -> float | None:
+    """Measure a rank's work in a step without backward's waiting for others, in seconds; None where it is not told."""
+    own_backward_ms = interval.own_backward_ms
+    if own_backward_ms is None or rank >= len(own_backward_ms):
+        return None
+    total_ms = own_backward_ms[rank]
+    for phase, by_rank in interval.phases_ms.items():
+        ms = by_rank[rank] if rank < len(by_rank) else None
+        if phase != "backward" and ms is not None and total_ms is not None:
+            total_ms += ms
+    return None if total_ms is None else total_ms / 1000
+
+
 def _describe_speeds(source: str, writer: int | None, steps: _Steps) -> list[RankProgress]:
     """The last step of each rank, as far as it is written, and how long its steps took."""
     found: dict[int, RankProgress] = {}
@@ -419,8 +442,15 @@ def _describe_speeds(source: str, writer: int | None, steps: _Steps) -> list[Ran
     if interval is not None:
         for rank, ms in enumerate(interval.step_ms[:MAX_RANKS]):
             usual_s = None if ms is None else ms / 1000
-            found[rank] = RankProgress(source=source, rank=rank, step=interval.iterations[1], usual_step_s=usual_s)
+            found[rank] = RankProgress(
+                source=source,
+                rank=rank,
+                step=interval.iterations[1],
+                usual_step_s=usual_s,
+                own_step_s=_measure_own_step(interval, rank),
+            )
     if writer is not None and steps.iteration is not None:
         usual_s = statistics.median(steps.ordinary_ms) / 1000 if steps.ordinary_ms else None
-        found[writer] = RankProgress(source=source, rank=writer, step=steps.iteration, usual_step_s=usual_s)
+        of_others = found.get(writer, RankProgress(source=source, rank=writer))
+        found[writer] = replace(of_others, step=steps.iteration, usual_step_s=usual_s)
     return list(found.values())

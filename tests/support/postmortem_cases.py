@@ -469,9 +469,51 @@ def one_ended_well_and_the_other_is_unknown() -> JobEvidence:
     return job.evidence()
 
 
+@case(Expected(Kind.NONE, (), "low"))
+def logs_without_a_word_of_failure() -> JobEvidence:
+    return MadeJob(4).evidence(read="logs")
+
+
+@case(Expected(Kind.OTHER_ARGUMENTS, (1,), "at most medium"))
+def torch_checks_each_call() -> JobEvidence:
+    job = MadeJob(4)
+    for rank in range(4):
+        other = 0 if rank == 1 else 1
+        calls = []
+        for one in (rank, other):
+            of_one = f"SequenceNumber=6, OpType=ALLREDUCE, TensorShape=[{9 if one == 1 else 10}], TensorDtypes=Float"
+            calls.append(f"Rank {one} is running collective: CollectiveFingerPrint({of_one}, TensorDeviceTypes=(cpu))")
+        said = f"Detected mismatch between collectives on ranks. {calls[0]}, but {calls[1]}."
+        said += "Collectives differ in the following aspects: \t Tensor Tensor shapes: 10vs 9"
+        job.end(rank, exit_code=1, error="RuntimeError", message=said)
+    return job.evidence()
+
+
+@case(Expected(Kind.NEVER_ENTERED, (1,)))
+def a_stopped_rank_is_killed_by_the_launcher() -> JobEvidence:
+    job = steps(2)
+    job.call(ranks=[0], ended=False)
+    job.stack(1, *SLEEP)
+    follow(job, [0], TIMED_OUT)
+    job.event(EventKind.LAUNCHER_SAW_FAILURE, "failed (exitcode: 1)", 2.0, rank=0)
+    job.event(EventKind.LAUNCHER_ENDED_OTHERS, "closing signal SIGTERM", 2.0)
+    job.end(1, exit_code=-9, after_s=32.0)
+    return job.evidence()
+
+
+@case(Expected(Kind.DIED, (1,), "high"))
+def a_rank_dies_in_a_library_after_words_on_others() -> JobEvidence:
+    job = steps(2)
+    job.call(ranks=[0])
+    job.end(1, error="Fatal Python error", message="Segmentation fault")
+    job.end(1, error="RanksError", message="rank 1 died (process 7 on vm is gone)")
+    follow(job, [0])
+    return job.evidence()
+
+
 @case(Expected(Kind.UNKNOWN, (), "at most low"))
 def nothing_tells() -> JobEvidence:
-    return MadeJob(4).evidence()
+    return MadeJob(4).evidence(read="error files")
 
 
 @case(Expected(Kind.NETWORK, (), "at most low"))

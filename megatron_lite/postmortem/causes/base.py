@@ -55,6 +55,10 @@ class Suspicion:
     is_wait: bool = False
     # the failed process was ended by SIGABRT: libraries do so after an error of theirs
     is_abort: bool = False
+    # what is written where it only followed; "" for the headline
+    short: str = ""
+    # ends no job by itself: a loss that is not finite may be one of many
+    may_be_harmless: bool = False
     # the wait is known to have lasted no longer than waits do
     is_brief: bool = False
 

@@ -48,7 +48,8 @@ def find_circles(job: ObservedJob) -> list[Suspicion]:
 
 def find_stack_circles(job: ObservedJob) -> list[Suspicion]:
     """Find ranks that all wait, at different lines, as their stacks show; recordings would tell more."""
-    waiting = job.list_at(Activity.WAITS_FOR_RANKS)
+    # autograd waits for gradients of others without a frame that says so
+    waiting = tuple(sorted((*job.list_at(Activity.WAITS_FOR_RANKS), *job.list_at(Activity.BACKWARD))))
     if job.calls.recordings or len(waiting) < 2 or len(waiting) < len(job.places):
         return []
     by_site: dict[str, list[int]] = defaultdict(list)
@@ -70,7 +71,7 @@ def find_stack_circles(job: ObservedJob) -> list[Suspicion]:
             kind=FailureKind.OTHER_ORDER,
             ranks=ranks,
             headline=f"all ranks wait for others, at different lines: {sites}",
-            confidence=Confidence.LOW if unread else Confidence.MEDIUM,
+            confidence=Confidence.LOW if unread or job.list_at(Activity.BACKWARD) else Confidence.MEDIUM,
             evidence=tuple(cite_places(job, waiting)),
             next_steps=(SAME_ORDER,),
             call_site=job.places[ranks[0]].call_site,

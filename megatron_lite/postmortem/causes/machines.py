@@ -257,6 +257,7 @@ def find_divergence(job: ObservedJob) -> list[Suspicion]:
             evidence=quote_some(events),
             next_steps=("Look at the batch, the learning rate and the gradients of the steps before.",),
             onset=events[0].at,
+            may_be_harmless=True,
         )
     ]
 
@@ -310,6 +311,7 @@ def _find_lost_connections(job: ObservedJob) -> list[Suspicion]:
             next_steps=("Read the log of the rank at the other end; look at the network between the machines.",),
             onset=find_earliest((*(event.at for event in lost), *(end.at for end in ends))),
             is_wait=True,
+            short=what,
             alternatives=("the process at the other end had ended: its log or exit code would say so.",),
         )
     ]

@@ -39,6 +39,11 @@ MAX_SHAPES = 2
 HARMLESS_AFTER = 2
 CHECK = "TORCH_DISTRIBUTED_DEBUG=DETAIL checks each call, and names the ranks and what differs."
 WHICH_IS_WRONG = "which of them is wrong: each is the only one of its kind."
+# number, operation and shape of a call, by rank
+FINGERPRINT = re.compile(
+    r"[Rr]ank (\d{1,6}) is running collective: CollectiveFingerPrint\("
+    r"((?:SequenceNumber=\d+, )?OpType=\w+(?:, TensorShape=\[[^\]]*\])?(?:, TensorDtypes=\w+)?)"
+)
 NAMED_RANK = re.compile(r"\b[Rr]ank (\d{1,6})\b")
 
 
@@ -267,8 +272,10 @@ def _find_by_words(job: ObservedJob) -> list[Suspicion]:
     evidence += [cite_end(job, end, f"ended with {end.words}") for end in ends[:MAX_CITED]]
     if not evidence:
         return []
-    said = events[0].text if events else ends[0].message
-    ranks = tuple(sorted({int(rank) for rank in NAMED_RANK.findall(said)}))
+    texts = [event.text for event in events]
+    texts += [end.message for end in ends]
+    said = texts[0]
+    ranks = _read_odd_ranks(texts)
     times = [event.at for event in events]
     times += [end.at for end in ends]
     who = name_ranks(ranks) if ranks else "ranks"
@@ -285,6 +292,19 @@ def _find_by_words(job: ObservedJob) -> list[Suspicion]:
             is_wait=True,
         )
     ]
+
+
+def _read_odd_ranks(texts: Sequence[str]) -> tuple[int, ...]:
+    """Read who called something else than most, by the words of torch's own check; else all that are named."""
+    called: dict[int, str] = {}
+    for text in texts:
+        for rank, fingerprint in FINGERPRINT.findall(text):
+            called[int(rank)] = fingerprint
+    if not called:
+        return tuple(sorted({int(rank) for rank in NAMED_RANK.findall(texts[0])}))
+    ((most, often),) = Counter(called.values()).most_common(1)
+    odd = tuple(sorted(rank for rank, fingerprint in called.items() if fingerprint != most))
+    return odd if odd and often > len(odd) else tuple(sorted(called))
 
 
 def _read_kind(said: str) -> FailureKind:

@@ -23,7 +23,7 @@ from megatron_lite.postmortem.rank_lists import find_earliest, list_ranks
 
 DEVICE_MEMORY = re.compile(
     r"OutOfMemoryError|(?:CUDA|HIP|XPU|MPS) out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|"
-    r"cuda ?Malloc.*out of memory",
+    r"cuda ?Malloc.*out of memory|^:? ?(?:error: )?out of memory on rank",
     re.IGNORECASE,
 )
 HOST_MEMORY = re.compile(r"^MemoryError|Cannot allocate memory|can't allocate memory|bad_alloc|DefaultCPUAllocator")
@@ -169,7 +169,12 @@ def _is_death(job: ObservedJob, end: RankEnd) -> bool:
         return False
     observed = None if end.rank is None else job.ranks.get(end.rank)
     gave_up = observed is not None and observed.has_event(EventKind.COLLECTIVE_TIMEOUT)
-    return not (gave_up and end.exit_code in ABORT)
+    if gave_up and end.exit_code in ABORT:
+        return False
+    first = find_first_seen(job)
+    # a launcher kills whom its SIGTERM does not reach
+    is_after_another = first is not None and first != end.rank and job.list_events(EventKind.LAUNCHER_ENDED_OTHERS)
+    return not (is_after_another and end.exit_code in KILL)
 
 
 def _suspect_death(job: ObservedJob, kind: EndKind, code: int, ends: Sequence[RankEnd]) -> Suspicion:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from megatron_lite.postmortem.causes.base import Confidence, Suspicion, cite_call
-from megatron_lite.postmortem.evidence import EventKind
+from megatron_lite.postmortem.evidence import EventKind, RankProgress
 from megatron_lite.postmortem.matched_calls import NANOSECONDS, EnteredCall, MatchedGroup
 from megatron_lite.postmortem.observed_job import ObservedJob
 from megatron_lite.postmortem.postmortem_results import Fact, FailureKind
@@ -19,7 +19,11 @@ SHARE_OF_START = 0.25
 # of the time: what others wait for the rank
 MIN_SHARE = 0.5
 MIN_LOST_S = 0.5
-ENDED_BADLY = (EndKind.OWN_ERROR, EndKind.SIGNAL, EndKind.CODE, EndKind.DISAGREEMENT)
+ENDED = (EndKind.WELL, EndKind.OWN_ERROR, EndKind.SIGNAL, EndKind.CODE, EndKind.DISAGREEMENT)
+MIN_TIMES_SLOWER = 2.0
+MIN_SLOWER_S = 0.2
+LOOK_AT_SLOW = "Find what makes {who} slow: its share of data, its GPU's clocks, other jobs on its machine."
+REPORT = "`megatron-lite watch -- COMMAND` and `report` show where its steps go."
 ELSE_CLOCKS = "the clocks of the machines differ: ranks on several machines were compared by their own."
 ELSE_ABSENT = "it does not go on any more: two recordings, apart in time, would tell."
 
@@ -41,14 +45,45 @@ class Lateness:
 
 def find_slow_ranks(job: ObservedJob) -> list[Suspicion]:
     """Find a rank for which the others wait most of the time, in a job that nothing says to have failed."""
-    is_over = any(end.kind in ENDED_BADLY for end in job.ends)
-    if is_over or job.list_events(EventKind.COLLECTIVE_TIMEOUT):
+    if any(end.kind in ENDED for end in job.ends) or job.list_events(EventKind.COLLECTIVE_TIMEOUT):
         return []
+    by_steps = _find_by_steps(job)
+    if by_steps:
+        return by_steps
     for group in job.calls.groups:
         lateness = _measure_lateness(group)
         if lateness is not None and lateness.share >= MIN_SHARE and lateness.lost_s >= MIN_LOST_S:
             return [_suspect_slow(job, group, lateness)]
     return []
+
+
+def _find_by_steps(job: ObservedJob) -> list[Suspicion]:
+    """Find a rank whose own work in a step takes several times as long as that of the others."""
+    own_s: dict[int, RankProgress] = {}
+    for rank, one in job.ranks.items():
+        told = [progress for progress in one.progress if progress.own_step_s is not None]
+        if told:
+            own_s[rank] = told[-1]
+    if len(own_s) < 2:
+        return []
+    durations = {rank: progress.own_step_s or 0.0 for rank, progress in own_s.items()}
+    slowest = max(durations, key=lambda rank: durations[rank])
+    others_s = median(seconds for rank, seconds in durations.items() if rank != slowest)
+    if durations[slowest] < MIN_TIMES_SLOWER * others_s or durations[slowest] - others_s < MIN_SLOWER_S:
+        return []
+    who = job.name((slowest,))
+    said = f"its own work takes {duration(durations[slowest])} of a step, that of the others {duration(others_s)}"
+    return [
+        Suspicion(
+            kind=FailureKind.SLOW,
+            ranks=(slowest,),
+            headline=f"{who} goes on, slower than the others: {said}",
+            confidence=Confidence.MEDIUM,
+            evidence=(Fact(text=f"rank {slowest}: {said}", source=own_s[slowest].source),),
+            next_steps=(LOOK_AT_SLOW.format(who=who), REPORT),
+            is_wait=True,
+        )
+    ]
 
 
 def _measure_lateness(group: MatchedGroup) -> Lateness | None:
@@ -107,8 +142,8 @@ def _suspect_slow(job: ObservedJob, group: MatchedGroup, lateness: Lateness) -> 
         confidence=Confidence.LOW if job.has_several_hosts else Confidence.MEDIUM,
         evidence=tuple(evidence),
         next_steps=(
-            f"Find what makes {who} slow: its share of data, its GPU's clocks, its machine's other jobs.",
-            "`megatron-lite watch -- COMMAND` and `report` show where its steps go.",
+            LOOK_AT_SLOW.format(who=who),
+            REPORT,
         ),
         onset=find_earliest((lateness.last.created_s,)),
         call_site=site or lateness.last.call_site,

@@ -32,6 +32,23 @@ def find_good_end(job: ObservedJob) -> list[Suspicion]:
     ]
 
 
+def find_silence(job: ObservedJob) -> list[Suspicion]:
+    """Find a job whose logs have no line that speaks of a failure."""
+    logs = sum(number for kind, number in job.evidence.read.items() if "log" in kind)
+    if not logs or job.ends or any(kind is not EventKind.NOT_FINITE for kind in job.events):
+        return []
+    said = f"nothing in {counted(logs, 'log')} speaks of a failure"
+    return [
+        Suspicion(
+            kind=FailureKind.NONE,
+            ranks=(),
+            headline=said,
+            confidence=Confidence.LOW,
+            missing=("how the processes ended: a job that is killed as a whole has no last words.",),
+        )
+    ]
+
+
 def find_progress(job: ObservedJob) -> list[Suspicion]:
     """Find a job whose recordings show that ranks go on: nobody waits, or no longer than usual."""
     recordings = job.calls.recordings
