@@ -7,6 +7,7 @@ of them. Of each kind and process the first and the last ones are kept, and the 
 A time without a zone is taken for local time of the machine that reads.
 """
 
+import json
 import re
 import signal
 from collections import deque
@@ -17,6 +18,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
 
+from megatron_lite.formats.run_record import MAX_RANKS
 from megatron_lite.postmortem.elastic_table import FailureTable
 from megatron_lite.postmortem.evidence import (
     EventKind,
@@ -65,6 +67,11 @@ FIRST_WORDS = (
     b"ailure",
     b"last enqueued",
     b"Process ",
+    b"world size: ",
+    b"world_size=",
+    b" nranks ",
+    b"MEMBER: ",
+    b"Num processes: ",
 )
 WATCHDOG_PROGRESS = re.compile(
     r"\[PG ID \d+ PG GUID (?P<name>[\w.-]+)(?:\((?P<description>[^)]*)\))? Rank \d+\].*?"
@@ -77,9 +84,21 @@ LAUNCHER_ERRORS = ("ChildFailedError", "ProcessExitedException", "ProcessRaisedE
 KERNEL_LINE = re.compile(
     rb"\[ *\d+\.\d{6}\] |\[[A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]\d [\d:]{8} \d{4}\] |.{0,60}? kernel: "
 )
+# as Megatron-LM, torch's barriers and flags, NCCL, Lightning and accelerate say it
+WORLD_SIZE = re.compile(
+    r"(?:using world size: |\bworld_size=|\bcomm 0x\w+ rank \d+ nranks |MEMBER: \d+/|Num processes: )"
+    r"(?P<size>\d{1,7})\b"
+)
 LAUNCHER_WORDS = (b"torch.distributed.elastic", b"torch/distributed/elastic", b"torchrun")
 # with these a process ends whatever it has printed before
 SIGNALS_OF_OTHERS = (-signal.SIGKILL, -signal.SIGTERM)
+JSON_OF_CONTAINER = '{"log":"'
+# files of text beside logs
+OTHER_FILES = re.compile(
+    r".*\.(?:py|pyi|ipynb|json|jsonl|html|md|rst|tex|yaml|yml|csv|tsv|toml|cfg|ini|xml|css|js|sh|bash|sbatch|slurm|c|cc|"
+    r"cpp|cu|h|hpp|lock)|(?:requirements.*|vocab|merges)\.txt|(?:LICENSE|README|Makefile|Dockerfile|hostfile).*",
+    re.IGNORECASE,
+)
 SPAWN_ERROR = "ProcessExitedException"
 CONSEQUENCES = (EventKind.CONNECTION_LOST, EventKind.COLLECTIVE_TIMEOUT)
 
@@ -184,7 +203,9 @@ class LogReader:
         # srun has ended those that were left
         self._srun_ended = False
         self._progress: dict[tuple[LineOrigin, str], tuple[int, str, GroupProgress]] = {}
-        self._ranks_of: dict[LineOrigin, int] = {}
+        # of prefixes without a rank; None where they stood in front of lines of several ranks
+        self._ranks_of: dict[LineOrigin, int | None] = {}
+        self._world_size: int | None = None
         self._has_launcher = False
         # what stands in front of the first lines
         self._head: list[LineOrigin] = []
@@ -245,13 +266,16 @@ class LogReader:
 
     def _read_line(self, raw: bytes) -> None:
         """Read one line for all that it may belong to."""
-        text = strip_controls(raw.decode("utf-8", "replace").rstrip("\r"))
+        text = raw.decode("utf-8", "replace")
+        if text.startswith(JSON_OF_CONTAINER):
+            text = _unwrap_line(text)
+        text = strip_controls(text.rstrip("\r\n"))
         # a progress bar writes over itself
         text = text.rpartition("\r")[2]
         origin, line = self._prefixes.split(text)
         stream = replace(origin, at=None)
         if origin.rank is not None:
-            self._ranks_of.setdefault(replace(stream, rank=None), origin.rank)
+            self._note_rank(replace(stream, rank=None), origin.rank)
         if self._table.feed(self._number, line.rstrip(), origin):
             self._opened_at = self._number
             return
@@ -268,7 +292,14 @@ class LogReader:
                 return
         if line.strip():
             self._note_progress(stream, line)
+            self._note_world_size(line)
             self._note_events(origin, stream, line)
+
+    def _note_rank(self, stream: LineOrigin, rank: int) -> None:
+        """Note that these prefixes stood in front of a line of the rank."""
+        if len(self._ranks_of) < MAX_PROCESSES and self._ranks_of.setdefault(stream, rank) != rank:
+            # a launcher of several
+            self._ranks_of[stream] = None
 
     def _find_process(self, stream: LineOrigin) -> _Process | None:
         """The process whose lines have such prefixes; None where there are too many."""
@@ -290,6 +321,12 @@ class LogReader:
             numbers.append(None if found[name] is None else max(int(found[name]), 0))
         key = (stream, found["name"])
         self._progress[key] = (self._number, found["description"] or "", GroupProgress(*numbers))
+
+    def _note_world_size(self, line: str) -> None:
+        """Note how many ranks the job has, if the line says so; the largest number, since groups have fewer."""
+        found = WORLD_SIZE.search(line)
+        if found:
+            self._world_size = max(self._world_size or 0, min(int(found["size"]), MAX_RANKS)) or None
 
     def _note_events(self, origin: LineOrigin, stream: LineOrigin, line: str) -> None:
         """Keep what the line tells."""
@@ -376,6 +413,7 @@ class LogReader:
             stacks=tuple(stacks),
             ends=tuple(ends),
             events=tuple(events),
+            world_size=self._world_size,
             unread=tuple(unread),
         )
 
@@ -433,7 +471,9 @@ class LogReader:
         tasks = {origin.task for origin in origins if origin.task is not None and self._is_labeled()}
         hosts = {origin.host for origin in origins if origin.host is not None}
         wrong = any(
-            origin.local_rank is not None and origin.local_rank != rank for origin, rank in self._ranks_of.items()
+            origin.local_rank is not None and origin.local_rank != rank
+            for origin, rank in self._ranks_of.items()
+            if rank is not None
         )
         return len(tasks) < 2 and len(hosts) < 2 and not wrong and not self._table.is_of_several_nodes()
 
@@ -490,7 +530,7 @@ class _Naming:
     is_labeled: bool
     locals_are_ranks: bool
     # of other prefixes that stood in front of a line together with a rank
-    ranks_of: dict[LineOrigin, int]
+    ranks_of: dict[LineOrigin, int | None]
 
     def find_rank(self, origin: LineOrigin) -> int | None:
         """The rank of a process; None where nothing tells it."""
@@ -554,6 +594,18 @@ def _failed_without_words(end: ProcessEnd) -> bool:
     return end.rank is not None and bool(end.exit_code) and not end.error and not end.is_consequence
 
 
+def _unwrap_line(text: str) -> str:
+    """The line in an object of JSON, as Docker keeps logs, behind its time; the text as it is if it is none."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    line = values.get("log") if isinstance(values, dict) else None
+    if not isinstance(line, str):
+        return text
+    return f"{values.get('time', '')} {line}".lstrip()
+
+
 def _describe_told_end(event: LogEvent, found: _Found) -> ProcessEnd:
     """The end of a process of which srun or mp.spawn told."""
     exit_code = event.code
@@ -602,9 +654,10 @@ def _list_origins(head: bytes) -> list[LineOrigin]:
 
 def is_console_log(head: bytes, path: Path) -> bool:
     """Whether a file that begins with `head` may be a log: lines of text. It is the last that is asked."""
-    if b"\0" in head or not head.strip():
+    text = head.lstrip()
+    if not text or b"\0" in head or OTHER_FILES.fullmatch(path.name):
         return False
-    if head.lstrip()[:1] in (b"{", b"<") or path.suffix in (".py", ".json", ".jsonl", ".html", ".md", ".yaml", ".csv"):
+    if text[:1] in (b"{", b"<") and not text.startswith(JSON_OF_CONTAINER.encode()):
         return False
     return all(byte >= 32 or byte in b"\t\n\r\x0b\x0c\x1b\x08" for byte in head[:HEAD_LINES])
 

@@ -128,6 +128,38 @@ def test_the_folder_of_torchrun_tells_the_rank(tmp_path):
     assert read_console_log(path).events[0].rank == 11
 
 
+def test_prefixes_of_several_ranks_are_those_of_their_launcher():
+    lines = [f"{task}: [rank{rank}]: x" for task in range(2) for rank in (2 * task, 2 * task + 1) for _ in range(3)]
+    lines += [f"0: [rank{rank}]: {LOST}" for rank in (0, 1)]
+    lines += [
+        "0: W1 00:00:00.0 1 torch/distributed/elastic/agent/server/api.py:719] Received 15 death signal, shutting down workers"
+    ]
+    assert [event.rank for event in parse_lines(lines).events] == [0, 1, None]
+
+
+@pytest.mark.parametrize(
+    ("line", "size"),
+    [
+        ("using world size: 16, data-parallel size: 8", 16),
+        ("Initializing distributed: GLOBAL_RANK: 0, MEMBER: 1/4", 4),
+        ("n1:1:2 [0] NCCL INFO ncclCommInitRank comm 0x55d9607ee240 rank 1 nranks 32 cudaDev 0", 32),
+        ("key: store_based_barrier_key:1 (world_size=8, worker_count=16, timeout=0:30:00)", 8),
+        ("hello world", None),
+    ],
+)
+def test_logs_may_tell_the_number_of_ranks(line, size):
+    assert parse_lines(["first", line, "rank 0 nranks 2"]).world_size == size
+
+
+def test_lines_in_json_of_a_container_are_unwrapped(tmp_path):
+    path = tmp_path / "abc-json.log"
+    line = '{"log":"[rank3]: LINE\\n","stream":"stderr","time":"2024-05-01T12:00:00.5Z"}\n'
+    path.write_text(line.replace("LINE", LOST))
+    found = collect_evidence([path])
+    (event,) = found.events
+    assert (event.rank, event.at, found.unread) == (3, 1714564800.5, ())
+
+
 # ----- when
 
 
@@ -405,6 +437,7 @@ def test_text_is_a_log_and_data_is_not(tmp_path):
     assert not is_console_log(b"\x80\x04\x95\0\0", Path("a"))
     assert not is_console_log(b"import torch\n", Path("train.py"))
     assert not is_console_log(b"", Path("a"))
+    assert not is_console_log(b"torch\n", Path("requirements-dev.txt"))
     (tmp_path / "job.out").write_text(f"{LOST}\n")
     (tmp_path / "dmesg").write_text("[   12.345678] usb 1-1: new device\n[   13.345678] eth0: up\n")
     assert collect_evidence([tmp_path]).read == {"console logs": 1, "kernel logs": 1}

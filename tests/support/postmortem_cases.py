@@ -131,6 +131,14 @@ def a_monitored_barrier_names_a_rank() -> JobEvidence:
     return job.evidence()
 
 
+@case(Expected(Kind.NEVER_ENTERED, (1,), "medium"))
+def a_report_of_a_desync_outweighs_a_guess() -> JobEvidence:
+    job = steps(3, backend="nccl")
+    job.call(ranks=[0], ended=False)
+    job.event(EventKind.RANK_BEHIND, rank=1, number=6)
+    return job.evidence(without=[1, 2])
+
+
 # --- other arguments, other order
 
 

@@ -77,9 +77,17 @@ def find_absent_ranks(job: ObservedJob) -> list[Suspicion]:
 
 def find_absence(job: ObservedJob) -> Absence | None:
     """Find who is waited for: by the recordings, else by stacks, else by what logs say of it."""
+    absence = _find_by_records(job)
+    if absence is None or absence.is_guess or absence.by_log_only:
+        return _find_named_by_library(job) or absence
+    return absence
+
+
+def _find_by_records(job: ObservedJob) -> Absence | None:
+    """Find who is waited for by what ranks recorded, and by their logs, without what a library says of them."""
     if job.waits:
         return _find_by_recordings(job)
-    for find in (_find_unread_member, _find_by_stacks, _find_named_by_library, _find_by_logs):
+    for find in (_find_unread_member, _find_by_stacks, _find_by_logs):
         absence = find(job)
         if absence is not None:
             return absence
