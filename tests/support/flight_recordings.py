@@ -152,11 +152,11 @@ class RecordedJob:
 
     def coalesce(
         self, names: Sequence[str], group: str = "0", *, closing: str = "coalesced", shape: Shape = (64,),
-        without: Iterable[int] = (), site: Site = STEP,
+        without: Iterable[int] = (), shapes: Mapping[int, Shape] | None = None, site: Site = STEP,
     ) -> None:  # fmt: skip
         """Collectives inside of one coalesced call; NCCL records them singly since version 2.7 of the form, gloo one."""
         if self.backend == "gloo":
-            self.call(names[0], group, shape=shape, without=without, site=site)
+            self.call(names[0], group, shape=shape, without=without, shapes=shapes, site=site)
             return
         missing = set(without)
         self._now_ns += BETWEEN_NS
@@ -168,9 +168,9 @@ class RecordedJob:
                 self._count(rank, group, "operation")
                 if _parse_version(self.version) >= (2, 7):
                     part = self._enter(rank, group, name, site)
-                    part["input_sizes"] = part["output_sizes"] = [list(shape)]
+                    part["input_sizes"] = part["output_sizes"] = [list((shapes or {}).get(rank, shape))]
                     part["input_dtypes"] = part["output_dtypes"] = ["Float"]
-            self._advance(self._enter(rank, group, closing, site), has_ended=not missing, failed=False)
+            self._advance(self._enter(rank, group, closing, site), has_ended=not (missing or shapes), failed=False)
 
     def wait(self, seconds: float) -> None:
         """Nothing is called for so long."""
