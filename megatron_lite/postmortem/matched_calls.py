@@ -274,7 +274,8 @@ def _join_coalesced(rank: int, calls: Iterable[RecordedCall]) -> Iterator[Entere
         if parts and not _are_of_one(parts[-1], call):
             yield from _enter_each(rank, parts)
             parts = []
-        if call.name == COALESCED:
+        # "ALLGATHER_coalesced" ends one, too
+        if call.name.endswith(COALESCED):
             yield EnteredCall(rank, call, tuple(parts))
             parts = []
         else:

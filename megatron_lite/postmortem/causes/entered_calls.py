@@ -4,10 +4,11 @@ from collections.abc import Mapping, Sequence
 
 from megatron_lite.postmortem.causes.base import MAX_CITED, Confidence, Suspicion, cite_call, write_at, write_wait
 from megatron_lite.postmortem.causes.wait_times import is_brief, measure_wait
-from megatron_lite.postmortem.matched_calls import NANOSECONDS, EnteredCall, MatchedGroup
+from megatron_lite.postmortem.matched_calls import NANOSECONDS, EnteredCall, MatchedGroup, list_pairs
 from megatron_lite.postmortem.observed_job import ObservedJob
 from megatron_lite.postmortem.postmortem_results import FailureKind
 from megatron_lite.postmortem.rank_lists import does, list_ranks, name_ranks
+from megatron_lite.postmortem.waits import describe_message
 from megatron_lite.units import duration
 
 # a rank came late, not never, when it entered after the others had given up
@@ -127,14 +128,36 @@ def _suspect_root(
 
 
 def find_stuck_calls(job: ObservedJob) -> list[Suspicion]:
-    """Find calls that all ranks of a group have entered, and none has completed."""
+    """Find calls that all ranks of a group have entered, or both ends of a message, and none has completed."""
     if job.waits:
         return []
     for group in job.calls.groups:
         pending = _find_pending(group)
         if pending and not group.unread:
-            return [_suspect_stuck(job, group, pending)]
+            title = group.describe(pending[0].name, pending[0].number)
+            said = f"all ranks have entered {title} and none has completed it"
+            alternatives = (ELSE_ROOT, ELSE_MEMBER) if group.members_are_guessed else (ELSE_ROOT,)
+            return [_suspect_stuck(job, pending, title, said, alternatives)]
+    messages = _find_pending_messages(job)
+    if messages:
+        first = min(messages, key=lambda call: call.created_ns)
+        title = describe_message(first)
+        said = f"rank {first.rank} and its peer have entered {title}, and it does not complete"
+        return [_suspect_stuck(job, messages, title, said, ())]
     return []
+
+
+def _find_pending_messages(job: ObservedJob) -> list[EnteredCall]:
+    """Find the first message of each rank that has not ended, of those whose both ends have a recording."""
+    recorded = set(job.calls.recordings)
+    pending = []
+    for calls in job.calls.messages.values():
+        for call in calls:
+            ends = {rank for pair in list_pairs(call) for rank in pair}
+            if ends <= recorded:
+                pending.append(call)
+                break
+    return pending
 
 
 def _find_pending(group: MatchedGroup) -> list[EnteredCall]:
@@ -147,37 +170,37 @@ def _find_pending(group: MatchedGroup) -> list[EnteredCall]:
     return []
 
 
-def _suspect_stuck(job: ObservedJob, group: MatchedGroup, pending: Sequence[EnteredCall]) -> Suspicion:
+def _suspect_stuck(
+    job: ObservedJob, pending: Sequence[EnteredCall], title: str, said: str, alternatives: Sequence[str]
+) -> Suspicion:
     """Make a suspicion of a call that nobody completes: of ranks whose device has not begun it, where some have not.
 
     Args:
         job: The job.
-        group: The group of the call.
         pending: The call of each rank.
+        title: What it is called.
+        said: What is seen of it.
+        alternatives: What else it may be where no device is watched.
     """
     first = min(pending, key=lambda call: call.created_ns)
-    title = group.describe(first.name, first.number)
     unstarted = tuple(sorted(call.rank for call in pending if not call.is_started))
     kind = FailureKind.STUCK_IN_KERNEL
     confidence = Confidence.MEDIUM
     ranks: tuple[int, ...] = ()
-    said = f"all ranks have entered {title} and none has completed it"
-    alternatives = [ELSE_NETWORK]
+    others: Sequence[str] = (ELSE_NETWORK,)
     if len(unstarted) == len(pending):
         # the recorder does not watch the device, or there is none
         kind = FailureKind.NETWORK
         confidence = Confidence.LOW
-        alternatives = [ELSE_ROOT]
-        if group.members_are_guessed:
-            alternatives.append(ELSE_MEMBER)
+        others = alternatives
     elif unstarted:
         ranks = unstarted
         have = does(unstarted, "has", "have")
         said = f"{job.name(unstarted)} {have} not begun {title} on the device, which the others run"
-        alternatives = [ELSE_HOST]
+        others = (ELSE_HOST,)
     evidence = []
     for call in pending[:MAX_CITED]:
-        evidence.append(cite_call(job, call, f"has entered {title}, state {call.call.state.value}"))
+        evidence.append(cite_call(job, call, f"has entered {_name_call(call, title)}, state {call.call.state.value}"))
     return Suspicion(
         kind=kind,
         ranks=ranks,
@@ -188,7 +211,12 @@ def _suspect_stuck(job: ObservedJob, group: MatchedGroup, pending: Sequence[Ente
         onset=first.created_s,
         collective=title,
         call_site=first.call_site,
-        alternatives=tuple(alternatives),
+        alternatives=tuple(others),
         is_wait=True,
         is_brief=is_brief(job, first),
     )
+
+
+def _name_call(call: EnteredCall, title: str) -> str:
+    """The title, or what a message is to this end of it."""
+    return describe_message(call) if call.messages else title

@@ -115,9 +115,10 @@ def _list_aspects(calls: Mapping[int, EnteredCall]) -> dict[str, dict[int, Hasha
     roots: dict[int, Hashable] = {}
     for rank, call in calls.items():
         names[rank] = call.names
-        shapes[rank] = _read_shapes(call.call)
-        told = call.call.input_types or call.call.output_types
-        if told:
+        operations = call.parts or (call.call,)
+        shapes[rank] = tuple(map(_read_shapes, operations))
+        told = tuple(one.input_types or one.output_types for one in operations)
+        if any(told):
             types[rank] = told
         if _seems_root(call.call):
             roots[rank] = rank
@@ -195,11 +196,14 @@ def _describe(job: ObservedJob, found: Disagreement, odd: tuple[int, ...], usual
 def _describe_call(call: EnteredCall, aspect: str) -> str:
     """Write a call with what matters: "all_reduce of (12,)", "broadcast at train.py:8"."""
     words = call.name
+    shapes: list[tuple[int, ...]] = []
+    types: list[str] = []
+    for operation in call.parts or (call.call,):
+        shapes += operation.input_shapes or operation.output_shapes
+        types += operation.input_types or operation.output_types
     if aspect == SHAPES:
-        shapes = call.call.input_shapes or call.call.output_shapes
         words += f" of {', '.join(map(str, shapes[:MAX_SHAPES]))}"
     if aspect == TYPES:
-        types = call.call.input_types or call.call.output_types
         words += f" of {', '.join(types[:MAX_SHAPES])}"
     if aspect == ROOT:
         words += " as its root"
