@@ -112,6 +112,20 @@ def find_low_gpus(hardware: RanksHardware) -> list[GpuClock]:
     return sorted(found, key=lambda one: (one.mhz or 0.0, one.rank))
 
 
+def describe_kept_clock(hardware: RanksHardware, rank: int) -> str:
+    """Describe that a rank's GPU kept its clock, as the other ranks' did; '' where it did not, or it is not known.
+
+    Args:
+        hardware: of all ranks.
+        rank: one that others wait for.
+    """
+    for one in list_gpu_clocks(hardware):
+        is_kept = not (one.is_slowed or one.is_low or one.is_below_others)
+        if one.rank == rank and is_kept and one.mhz is not None and one.others_mhz is not None:
+            return f"its GPU kept its clock ({one.mhz:,.0f} MHz, the others {one.others_mhz:,.0f}): it is not throttled"
+    return ""
+
+
 def describe_slow_gpu(hardware: RanksHardware, rank: int) -> str:
     """Describe the clock of a rank's GPU where it is low and the other ranks' are not; '' elsewhere.
 

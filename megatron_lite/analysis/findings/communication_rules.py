@@ -20,7 +20,7 @@ from megatron_lite.analysis.findings.base import (
     saw,
     saw_nothing,
 )
-from megatron_lite.analysis.gpu_clocks import describe_slow_gpu
+from megatron_lite.analysis.gpu_clocks import describe_kept_clock, describe_slow_gpu
 from megatron_lite.analysis.intervals import Flags, Integers, Numbers
 from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.ranks.calls import collective_bytes
@@ -395,6 +395,9 @@ def _reduces_before_last(counts: Integers, is_last: Flags) -> bool:
 
 
 THROTTLED = "its GPU runs below the others' clock: check its cooling, power and clock settings"
+NOT_THROTTLED = (
+    "it computes longer at the others' clock: look for another process on its GPU, or more work on this rank"
+)
 CAUSES = {
     "compute": "it computes longer: look for a throttled or shared GPU (or cores), or more work on this rank",
     "data_wait": "it waits for its data: its loader, disk or --num-workers",
@@ -434,14 +437,24 @@ def find_straggler(facts: Facts) -> Finding | Observation:
     ]
     if found.alike:
         evidence.append(Evidence(_describe_alike(found.alike)))
-    slow_gpu = describe_slow_gpu(facts.ranks_hardware, found.rank)
-    if slow_gpu and found.cause == "compute":
+    slow_gpu = ""
+    kept_clock = ""
+    if found.cause == "compute":
+        slow_gpu = describe_slow_gpu(facts.ranks_hardware, found.rank)
+        kept_clock = describe_kept_clock(facts.ranks_hardware, found.rank)
+    if slow_gpu:
         evidence.insert(1, Evidence(slow_gpu, STEPS_FILE))
+    if kept_clock:
+        evidence.append(Evidence(kept_clock, STEPS_FILE))
     doubt = facts.doubt_straggler(found)
     if doubt:
         evidence.append(Evidence(doubt))
-    cause = THROTTLED if slow_gpu and found.cause == "compute" else _advise_on_cause(found, flags)
-    advice = f"rank {found.rank}: {cause}"
+    to_do = _advise_on_cause(found, flags)
+    if slow_gpu:
+        to_do = THROTTLED
+    elif kept_clock:
+        to_do = NOT_THROTTLED
+    advice = f"rank {found.rank}: {to_do}"
     is_certain = bool(found.cause) and found.share_last is not None and not doubt
     return build_time_finding(found.caused_wait_ms, evidence, advice, flags, is_certain, found.rank)
 
