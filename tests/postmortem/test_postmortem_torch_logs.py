@@ -20,7 +20,7 @@ EXPECTED = {
     "loader_error": (FailureKind.DATA_LOADER, (0, 1)),
     "loader_slow": (FailureKind.DATA_LOADER, (0, 1)),
     "mismatch": (FailureKind.OTHER_ARGUMENTS, None),
-    "segv": (FailureKind.USER_EXCEPTION, (0,)),
+    "segv": (FailureKind.DIED, (0,)),
     "spawn_error": (FailureKind.USER_EXCEPTION, (1,)),
     "spawn_kill": (FailureKind.DIED, (1,)),
     # a client was missing that no rank knows
