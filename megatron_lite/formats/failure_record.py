@@ -43,9 +43,8 @@ class RankAtFailure(msgspec.Struct, frozen=True, kw_only=True):
     finished: Count = 0
     # by name of a group of some ranks, number of the collective that it joined last there
     groups: dict[str, Count] = {}
-    # [group, number, ranks] of the oldest collective that is not finished, as far as it was asked: the group's name,
-    # the collective's number in it, and the group's ranks, none of which are named for the group of all
-    waiting: tuple[str, Count, tuple[Count, ...]] | None = None
+    # the tensor that another stage of the pipeline owes it: "the forward of micro-batch 3 from rank 2"
+    waits_for: str = ""
     # the status was written when another rank asked, not of its own accord
     answers: bool = False
     # how the rank ended; null where it could not say so

@@ -22,7 +22,7 @@ from megatron_lite.instruments.snapshot_format import make_snapshot_folder, name
 from megatron_lite.instruments.timeline import Timeline
 from megatron_lite.instruments.torch_profiler import TorchProfiler
 from megatron_lite.parallel.layers import count_compilations
-from megatron_lite.parallel.rank_status import RunPosition, describe_hand_over
+from megatron_lite.parallel.rank_status import RunPosition, StageWait
 from megatron_lite.thresholds import MAX_BEFORE, MIN_BEFORE
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class WhereaboutsKeeper(Instrument):
         self._where.step = step
 
     def wait_for_stage(self, rank: int, what: str) -> None:
-        self._where.hand_over = describe_hand_over(rank, what) if what else None
+        self._where.stage_wait = StageWait(rank, what) if what else None
 
     def begin_phase(self, name: str) -> None:
         self._where.enter(name)

@@ -108,14 +108,19 @@ class DataParallel(Replica):
         sums: list[tuple[nn.Parameter, Tensor]] = []
         if self._adds_at_once and (self._alone or not last):
             # autograd would add each gradient by a kernel of its own
-            sums = [(parameter, total) for parameter in self.parameters if (total := parameter.grad) is not None]
-            for parameter, _ in sums:
-                parameter.grad = None
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    sums.append((parameter, parameter.grad))
+                    parameter.grad = None
         yield
-        added = [(total, gradient) for parameter, total in sums if (gradient := parameter.grad) is not None]
+        totals = []
+        added = []
+        for parameter, total in sums:
+            if parameter.grad is not None:
+                totals.append(total)
+                added.append(parameter.grad)
         if added:
-            totals = [total for total, _ in added]
-            torch._foreach_add_(totals, [gradient for _, gradient in added])
+            torch._foreach_add_(totals, added)
         for parameter, total in sums:
             parameter.grad = total
         if self.fp32 is not None:
@@ -127,7 +132,8 @@ class DataParallel(Replica):
 
         Runs within backward, on autograd's thread, when the last gradient of the bucket has been computed.
         """
-        flat = sums.take_bucket(bucket).div_(self._ranks)
+        flat = sums.take_bucket(bucket)
+        flat.div_(self._ranks)
         work = dist.all_reduce(flat, group=self._averaging, async_op=True)
         averaged: Future[Tensor] = work.get_future().then(lambda _: bucket.buffer())
         return averaged
@@ -154,12 +160,21 @@ class DataParallel(Replica):
         bucket: list[Tensor] = []
         for gradient in gradients:
             bucket.append(gradient)
-            if sum(one.nbytes for one in bucket) >= BUCKET_MIB * MIB or gradient is gradients[-1]:
-                flat = torch.cat([one.reshape(-1) for one in bucket]).div_(self._ranks)
-                dist.all_reduce(flat, group=self._averaging)
-                parts = flat.split([one.numel() for one in bucket])
-                torch._foreach_copy_(bucket, [part.view_as(one) for part, one in zip(parts, bucket)])
+            is_full = sum(one.nbytes for one in bucket) >= BUCKET_MIB * MIB
+            if is_full or gradient is gradients[-1]:
+                self._average_bucket(bucket)
                 bucket = []
+
+    def _average_bucket(self, bucket: list[Tensor]) -> None:
+        """Average the gradients of a bucket by one reduction, in place."""
+        flat = torch.cat([one.reshape(-1) for one in bucket])
+        flat.div_(self._ranks)
+        dist.all_reduce(flat, group=self._averaging)
+        parts = flat.split([one.numel() for one in bucket])
+        averaged = []
+        for part, one in zip(parts, bucket):
+            averaged.append(part.view_as(one))
+        torch._foreach_copy_(bucket, averaged)
 
     def clear(self) -> None:
         """Forget the gradients of all parameters."""
@@ -250,14 +265,18 @@ class Fp32Gradients:
                 self._came.append(parameter)
             return
         self._waiting.append(parameter)
-        if sum(p.numel() for p in self._waiting) >= self._bundle:
+        waiting_elements = sum(p.numel() for p in self._waiting)
+        if waiting_elements >= self._bundle:
             self.add_waiting()
 
     @torch.no_grad()
     def add_waiting(self) -> None:
         """Add the gradients that wait for more to come."""
-        if self._waiting:
-            gradients = [gradient for parameter in self._waiting if (gradient := parameter.grad) is not None]
+        gradients = []
+        for parameter in self._waiting:
+            if parameter.grad is not None:
+                gradients.append(parameter.grad)
+        if gradients:
             self._take(self._waiting, gradients)
         for parameter in self._waiting:
             parameter.grad = None

@@ -6,26 +6,26 @@ TORCH_FR_BUFFER_SIZE is 0.
 """
 
 import json
-import math
 import os
 import socket
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import Store, _resolve_process_group  # mypy does not find Store in dist
 
 from megatron_lite.formats.failure_record import RankAtFailure, encode_last_words
 from megatron_lite.marks import split_mark
+from megatron_lite.plain_pickles import PlainUnpickler
+from megatron_lite.postmortem.flight_recordings import DEFAULT_GROUP
 from megatron_lite.process_state import pid_space
-from megatron_lite.units import size
 
 if TYPE_CHECKING:
     # torch's type for the name of a group, which not all of its versions have
@@ -38,144 +38,139 @@ VERDICT = "ranks_verdict"
 SPEAKER = "ranks_speaker"
 SECONDS_BETWEEN_STORE_LOOKS = 0.05
 DEFAULT = "0"  # the group of all ranks
-STAGE_TRANSFERS = (
-    "stages"  # in its place: what stages of a pipeline hand each other, which gloo's recorder does not know
-)
-
-
-@dataclass(frozen=True)
-class Operation:
-    """A collective, or a tensor that another stage of the pipeline sends or takes.
-
-    A collective's `number` counts from 1 in its group, and is the same on all of the group's ranks. Of a tensor between
-    stages `name` says what it is, and `ranks` is the other rank.
-    """
-
-    number: int
-    name: str  # all_reduce, broadcast, ...
-    elements: int = 0
-    dtype: str = ""
-    group: str = DEFAULT
-    ranks: tuple[int, ...] = ()  # of a group that is not of all
-
-    @property
-    def awaited(self) -> tuple[str, int, tuple[int, ...]]:
-        """The group, the number and the ranks that tell the operation from others, and whom it waits for."""
-        return self.group, self.number, self.ranks
-
-    def __str__(self) -> str:
-        if self.group == STAGE_TRANSFERS:
-            return f"{self.name} rank {self.ranks[0]}"
-        among = f" of ranks {', '.join(map(str, self.ranks))}" if self.ranks else ""
-        # as the recorder calls types: torch.FloatTensor
-        tensors = getattr(torch, f"{self.dtype}Tensor", None) if self.dtype else None
-        if tensors is None or not self.elements:
-            return f"{self.name} #{self.number}{among}"
-        dtype: torch.dtype = tensors.dtype
-        of_tensor = f"{size(self.elements * dtype.itemsize)} {str(dtype).removeprefix('torch.')}"
-        return f"{self.name} #{self.number} ({of_tensor}){among}"
-
-
-class _RecordedEntry(TypedDict):
-    """The fields of a collective in the flight recorder's dump that are read here."""
-
-    pg_id: int
-    process_group: list["GroupName"]  # name and description
-    is_p2p: bool
-    collective_seq_id: int
-    profiling_name: str  # such as gloo:all_reduce
-    input_sizes: list[list[int]]
-    input_dtypes: list[str]  # such as Float
-    retired: bool
-    state: str  # scheduled, started or completed
-
-
-class _RecordedGroup(TypedDict, total=False):
-    """The flight recorder's numbers of a group's collectives, which some versions write as text."""
-
-    last_enqueued_collective: int | str
-    last_completed_collective: int | str
-
-
-class _Recording(TypedDict, total=False):
-    """The flight recorder's dump; groups by their numbers."""
-
-    pg_status: dict[str, _RecordedGroup]
-    entries: list[_RecordedEntry]
+# private, but what torch's own debug server calls; NCCL's are missing from builds without NCCL
+COUNTS = {"nccl": "_dump_nccl_trace_json", "gloo": "_dump_fr_trace_json"}
+DUMPS = {"nccl": "_dump_nccl_trace", "gloo": "_dump_fr_trace"}
+# of an excerpt: the newest calls of each group, with the innermost frames of their stacks
+MAX_CALLS_OF_GROUP = 8
+MAX_CALLS_OF_EXCERPT = 64
+MAX_FRAMES_OF_CALL = 16
 
 
 class FlightRecorder:
     """The recorder of all groups of this process. backend: gloo or nccl."""
 
     def __init__(self, backend: str):
-        # private, but what torch's own debug server uses; NCCL's is missing from builds without NCCL
-        name = "_dump_nccl_trace_json" if backend == "nccl" else "_dump_fr_trace_json"
-        self._dump: Callable[[bool, bool], str | bytes] | None = getattr(c10d, name, None)
+        self._backend = backend
+        self._read_counts: Callable[[bool, bool], str | bytes] | None = getattr(c10d, COUNTS[backend], None)
+        self._dump: Callable[[bool, bool, bool], bytes] | None = getattr(c10d, DUMPS[backend], None)
         # by the recorder's own number of a group
         self._names = {0: DEFAULT}
 
     def counts(self) -> dict[str, tuple[int, int]]:
         """Read how far each group is; takes microseconds.
 
-        Gloo may finish a later collective first: its two numbers need not meet.
+        Gloo may finish a later collective first: its two numbers need not meet. Its numbers count messages, too.
 
         Returns:
             By group, the numbers of the collective begun last and of the one finished last; empty if nothing is
             recorded.
         """
-        found = {}
-        for group, status in self._read(False).get("pg_status", {}).items():
-            if int(group) not in self._names:
-                # they tell its name, unless all of them were forgotten
-                self._operations()
-                self._names.setdefault(int(group), f"unknown {group}")
-            # NCCL says -1 before the first one
-            begun = max(int(status.get("last_enqueued_collective", 0)), 0)
-            finished = max(int(status.get("last_completed_collective", 0)), 0)
-            found[self._names[int(group)]] = (begun, finished)
-        return found
-
-    def unfinished(self) -> Operation | None:
-        """The oldest collective that is not finished. Takes tens of milliseconds: for a run that stands still."""
-        return next((operation for operation, finished in self._operations() if not finished), None)
-
-    def newest(self) -> Operation | None:
-        """The collective begun last, finished or not. Takes as long as `unfinished`."""
-        operations = self._operations()
-        if not operations:
-            return None
-        operation, _ = operations[-1]
-        return operation
-
-    def _operations(self) -> list[tuple[Operation, bool]]:
-        """Every recorded collective, oldest first, and whether it is finished."""
-        found = []
-        for entry in self._read(True).get("entries", []):
-            group = entry["process_group"][0]
-            self._names[entry["pg_id"]] = group
-            if entry["is_p2p"]:
-                continue
-            operation = Operation(
-                number=entry["collective_seq_id"],
-                name=entry["profiling_name"].rpartition(":")[2],
-                elements=sum(math.prod(shape) for shape in entry["input_sizes"]),
-                dtype=(entry["input_dtypes"] or [""])[0],
-                group=group,
-                ranks=find_ranks(group),
-            )
-            is_finished = entry["retired"] or entry["state"] == "completed"
-            found.append((operation, is_finished))
-        return found
-
-    def _read(self, entries: bool) -> _Recording:
-        """Read the recorder's dump, empty where there is none. entries: with every collective."""
-        if self._dump is None:
+        if self._read_counts is None:
             return {}
         try:
-            recording: _Recording = json.loads(self._dump(entries, False))
-        except (RuntimeError, ValueError):  # a report must not fail for want of a detail
+            status = json.loads(self._read_counts(False, False)).get("pg_status", {})
+        except (RuntimeError, ValueError):
+            # a report must not fail for want of a detail
             return {}
-        return recording
+        found = {}
+        for number, group in status.items():
+            if int(number) not in self._names:
+                # calls tell its name, unless all of them were forgotten
+                self._learn_names()
+                self._names.setdefault(int(number), f"unknown {number}")
+            # some versions write text; NCCL says -1 before the first one
+            begun = max(int(group.get("last_enqueued_collective", 0)), 0)
+            finished = max(int(group.get("last_completed_collective", 0)), 0)
+            found[self._names[int(number)]] = (begun, finished)
+        return found
+
+    def has_unfinished(self) -> bool:
+        """Tell whether some collective has not finished. Takes tens of milliseconds."""
+        entries = self._load().get("entries", [])
+        return any(not entry["retired"] and entry["state"] != "completed" for entry in entries)
+
+    def dump(self) -> bytes:
+        """All that is recorded, with the lines that called it, pickled as torch does; b"" where there is nothing.
+
+        Takes tens of milliseconds.
+        """
+        if self._dump is None:
+            return b""
+        try:
+            return self._dump(True, True, False)
+        except RuntimeError:
+            return b""
+
+    def excerpt(self, stage_wait: "StageWait | None" = None) -> str:
+        """The newest calls of each group in the recorder's own form, as JSON, with the ranks of the groups.
+
+        Args:
+            stage_wait: What this rank waits for meanwhile.
+
+        Returns:
+            The JSON; "" where nothing is recorded.
+        """
+        values = self._load()
+        if not values:
+            return ""
+        entries = _choose_newest(values.get("entries", []))
+        groups = dict(values.get("pg_config", {}))
+        for entry in entries:
+            name, description = entry["process_group"]
+            # gloo leaves them out
+            groups[name] = {"name": name, "desc": description, "ranks": str(find_ranks(name))}
+        if stage_wait is not None and self._backend == "gloo":
+            entries.append(_describe_message(stage_wait, entries))
+        return json.dumps(values | {"entries": entries, "pg_config": groups})
+
+    def _learn_names(self) -> None:
+        for entry in self._load().get("entries", []):
+            self._names[entry["pg_id"]] = entry["process_group"][0]
+
+    def _load(self) -> dict[str, Any]:
+        """The dump as plain values."""
+        dump = self.dump()
+        if not dump:
+            return {}
+        values = PlainUnpickler(dump).load()
+        return values if isinstance(values, dict) else {}
+
+
+def _choose_newest(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Choose the newest calls of each group, oldest first, with the innermost frames of each."""
+    counts: Counter[str] = Counter()
+    chosen: list[dict[str, Any]] = []
+    for entry in reversed(entries):
+        group = entry["process_group"][0]
+        counts[group] += 1
+        if counts[group] <= MAX_CALLS_OF_GROUP and len(chosen) < MAX_CALLS_OF_EXCERPT:
+            frames = entry.get("frames", [])[:MAX_FRAMES_OF_CALL]
+            chosen.append(entry | {"frames": frames})
+    return chosen[::-1]
+
+
+def _describe_message(waiting: "StageWait", entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """Describe the message that this rank waits for, as NCCL's recorder does.
+
+    Args:
+        waiting: The message.
+        entries: All that the recorder has itself.
+    """
+    rank = dist.get_rank()
+    title = f"recv {rank}<-{waiting.rank}" if waiting.is_received else f"send {rank}->{waiting.rank}"
+    record = 1 + max((entry["record_id"] for entry in entries), default=-1)
+    return {
+        "record_id": record,
+        "pg_id": 0,
+        "process_group": (DEFAULT, DEFAULT_GROUP),
+        "collective_seq_id": 0,
+        "p2p_seq_id": record,
+        "profiling_name": f"gloo:{title}",
+        "state": "started",
+        "is_p2p": True,
+        "time_created_ns": time.time_ns(),
+    }
 
 
 def sum_counts(counts: dict[str, tuple[int, int]]) -> tuple[int, int]:
@@ -188,18 +183,30 @@ def sum_counts(counts: dict[str, tuple[int, int]]) -> tuple[int, int]:
     return begun, finished
 
 
-def describe_hand_over(rank: int, what: str) -> Operation:
-    """Describe what another rank waits for. rank, what: such as 1 and 'the forward of micro-batch 3 from'."""
-    return Operation(1, what, group=STAGE_TRANSFERS, ranks=(rank,))
-
-
-def find_ranks(group: "GroupName") -> tuple[int, ...]:
-    """Find the ranks of a group by torch's name of it; () where it is of all ranks, or is not known."""
+def find_ranks(group: "GroupName") -> list[int]:
+    """Find the ranks of a group by torch's name of it; [] where it is not known."""
     try:
-        ranks = tuple(dist.get_process_group_ranks(_resolve_process_group(group)))
-        return ranks if len(ranks) < dist.get_world_size() else ()
+        return list(dist.get_process_group_ranks(_resolve_process_group(group)))
     except (RuntimeError, ValueError, LookupError):
-        return ()
+        return []
+
+
+@dataclass(frozen=True)
+class StageWait:
+    """A tensor between stages of a pipeline, which gloo's recorder does not know."""
+
+    # the other stage's rank
+    rank: int
+    # "the forward of micro-batch 3 from", or "an earlier tensor to arrive at"
+    what: str
+
+    @property
+    def is_received(self) -> bool:
+        """Whether the other rank sends it."""
+        return self.what.endswith(" from")
+
+    def __str__(self) -> str:
+        return f"{self.what} rank {self.rank}"
 
 
 @dataclass
@@ -210,7 +217,7 @@ class RunPosition:
     started_at: int | None = None  # the iteration that this run started from, once it is known
     phase: str | None = None
     since: float = field(default_factory=time.monotonic)
-    hand_over: Operation | None = None  # between stages of a pipeline, for which this rank waits
+    stage_wait: StageWait | None = None  # while this rank waits for another stage of the pipeline
 
     def enter(self, phase: str | None) -> None:
         """Note that a phase of the step begins; None: that the trainer is between phases."""
@@ -248,6 +255,7 @@ def describe_rank(where: RunPosition, counts: dict[str, tuple[int, int]]) -> Ran
         begun=begun,
         finished=finished,
         groups={group: last for group, (last, _) in counts.items() if group != DEFAULT},
+        waits_for=str(where.stage_wait or ""),
     )
 
 
@@ -289,6 +297,15 @@ class RankStore:
             # not msgspec's decoder, which refuses half a character, as paths may hold
             found[rank] = msgspec.convert(json.loads(self._store.get(f"rank_{rank}")), RankAtFailure)
         return found
+
+    def set_recording(self, excerpt: str) -> None:
+        """Tell the others what this rank's flight recorder has. excerpt: that of FlightRecorder."""
+        self._store.set(f"recording_{self.rank}", excerpt)
+
+    def get_recordings(self, ranks: Iterable[int]) -> dict[int, str]:
+        """The excerpt of each of these ranks that has told one."""
+        there = [rank for rank in ranks if self._store.check([f"recording_{rank}"])]
+        return {rank: self._store.get(f"recording_{rank}").decode() for rank in there}
 
     def claim_speaker(self) -> bool:
         """Ask to speak for all ranks, and ask them all to answer. Returns whether this rank may: only the first may."""

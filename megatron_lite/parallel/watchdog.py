@@ -39,7 +39,6 @@ from megatron_lite.parallel.hang_diagnosis import (
 )
 from megatron_lite.parallel.rank_status import (
     FlightRecorder,
-    Operation,
     RankStore,
     RunPosition,
     describe_rank,
@@ -53,7 +52,6 @@ from megatron_lite.terminal import print_lines
 
 BEAT_SECONDS = 1.0
 FAREWELL_SECONDS = 10.0  # a busy machine may take seconds to hand it over
-LOOK_CLOSER = 0.1  # of the limit: a step that takes so long bears a look at the whole recorder
 GRACE_SECONDS = 30.0  # what a rank has to end by itself once the verdict is out
 SECONDS_BETWEEN_LAUNCHER_LOOKS = 1.0  # at the launcher
 SECONDS_FOR_LAST_WORDS = 5.0  # a terminal or a disk may hang
@@ -137,8 +135,6 @@ class Watchdog:
         self._signals = SignalPipe(self._wait_for_the_end)
         # number of collectives finished, and the time.monotonic() since when no further one is
         self._stuck: tuple[int, float] | None = None
-        # the collective that does not finish
-        self._waiting: Operation | None = None
         self._failed_since: float | None = None
         self._over = False
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -173,13 +169,12 @@ class Watchdog:
             if detail is None and not isinstance(error, dist.DistError):
                 raise
             reason = LATE_RANK if re.search("timed out|timeout", str(error).lower()) else CLOSED
-            # when one fails, gloo lets others fail with it: which one waited was noted before
-            operation = self._waiting or self._find_unfinished() or self._recorder.newest()
             # a launcher that saw a rank die ends the others at once: this one does so by itself, after it has told why
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             mine = self._post()
+            excerpt = self._excerpt()
             answers = self._call(
-                lambda: self._diagnosis.diagnose(reason, mine, operation, detail), ANSWER_SECONDS + VERDICT_SECONDS
+                lambda: self._diagnosis.diagnose(reason, mine, excerpt, detail), ANSWER_SECONDS + VERDICT_SECONDS
             )
             if not answers:
                 raise describe_lost_store() from error
@@ -245,13 +240,12 @@ class Watchdog:
         begun, finished = sum_counts(self._recorder.counts())
         if begun <= finished:
             self._stuck = None
-            self._waiting = None
         elif self._stuck is None or self._stuck[0] != finished:
             self._stuck = (finished, now)
-            self._waiting = None
-        elif self._waiting is None and now - self._stuck[1] >= LOOK_CLOSER * self._limit_s:
-            self._waiting = self._recorder.unfinished()
         answers = self._store.has_failed()
+        if answers:
+            # before the answer: who reads that looks for this
+            self._store.set_recording(self._excerpt())
         self._store.set_status(self._post(answers=answers))
         if answers:
             # a rank that hangs for good must not outlive the others, whatever it hangs in
@@ -259,44 +253,39 @@ class Watchdog:
             if time.monotonic() - self._failed_since > GRACE_SECONDS and self._store.wait_for_cause(0):
                 os._exit(RanksError.exit_code)
         elif self._backstop and self._stuck and time.monotonic() - self._stuck[1] >= self._limit_s:
-            waiting = self._recorder.unfinished()
             self._stuck = None
-            if waiting is not None and self._tell(LATE_RANK, self._post(), waiting):
+            if self._recorder.has_unfinished() and self._tell(LATE_RANK, self._post()):
                 os._exit(RanksError.exit_code)
 
-    def _tell(self, reason: str, mine: RankAtFailure, operation: Operation | None) -> bool:
+    def _tell(self, reason: str, mine: RankAtFailure) -> bool:
         """Find the cause and print it. Returns False where there is none, or another rank says it."""
-        found = self._diagnosis.diagnose(reason, mine, operation)
+        found = self._diagnosis.diagnose(reason, mine, self._excerpt())
         if found is None or found.told:
             return False
         tell_error(found, self._world)
         return True
 
     def _post(self, answers: bool = False, left: str | None = None, blameless: bool = False) -> RankAtFailure:
-        """Describe this rank; where it answers, with its stack and what it waits for. The arguments are those of
-        RankAtFailure."""
+        """Describe this rank; where it answers, with its stack. The arguments are those of RankAtFailure."""
         status = replace(describe_rank(self.where, self._recorder.counts()), left=left, blameless=blameless)
         if not answers:
             return status
-        operation = self._find_unfinished()
-        waiting = None if operation is None else operation.awaited
-        return replace(status, answers=True, stack=read_stack(self._main), waiting=waiting)
+        return replace(status, answers=True, stack=read_stack(self._main))
 
-    def _find_unfinished(self) -> Operation | None:
-        return self.where.hand_over or self._recorder.unfinished()
+    def _excerpt(self) -> str:
+        return self._recorder.excerpt(self.where.stage_wait)
 
     def _terminated(self) -> None:
         """Handle SIGTERM. A launcher sends it when a rank has died: the last moment to say which."""
         # else --exit-signal-handler wants to save
         ends = self._signals.handles_termination
         mine = self._post()
-        operation = self._find_unfinished()
         with contextlib.suppress(*STORE_ERRORS):
             if ends:
                 self._store.set_status(self._post(left="SIGTERM", blameless=True))
-            if self._diagnosis.has_dead_neighbor(mine, operation):
+            if self._diagnosis.has_dead_neighbor(mine):
                 ends = True
-                self._tell(TERMINATED, mine, operation)
+                self._tell(TERMINATED, mine)
         if ends:
             die_of(signal.SIGTERM)
 

@@ -31,6 +31,7 @@ from megatron_lite.postmortem.causes.process_errors import (
     find_lost_memory,
 )
 from megatron_lite.postmortem.causes.slow_ranks import find_slow_ranks
+from megatron_lite.postmortem.causes.unheard_ranks import find_unheard_ranks
 from megatron_lite.postmortem.causes.well import find_good_end, find_progress, find_silence
 from megatron_lite.postmortem.evidence import EventKind, JobEvidence
 from megatron_lite.postmortem.observed_job import ObservedJob, observe_job
@@ -49,6 +50,7 @@ RULES: tuple[Rule, ...] = (
     find_device_errors,
     find_deaths,
     find_stopped,
+    find_unheard_ranks,
     find_preemption,
     find_mismatches,
     find_circles,
@@ -180,9 +182,9 @@ def explains(one: Suspicion, other: Suspicion) -> bool:
         return True
     if one.kind is FailureKind.NONE or one.may_be_harmless:
         return False
-    if other.kind in REASONS.get(one.kind, ()) and _are_together(one, other):
+    if _is_reason(one, other):
         return not _is_much_later(one, other)
-    if one.kind in REASONS.get(other.kind, ()) and _are_together(one, other):
+    if _is_reason(other, one):
         return False
     if other.is_wait and one.is_wait:
         return _explains_wait(one, other)
@@ -191,6 +193,11 @@ def explains(one: Suspicion, other: Suspicion) -> bool:
     if one.is_wait:
         return _wait_ends(one, other)
     return _is_much_later(other, one)
+
+
+def _is_reason(one: Suspicion, other: Suspicion) -> bool:
+    """Whether one is of a kind that makes the other, at the same place. What ranks wait for, others tell."""
+    return not one.is_wait and other.kind in REASONS.get(one.kind, ()) and _are_together(one, other)
 
 
 def _are_together(one: Suspicion, other: Suspicion) -> bool:

@@ -268,7 +268,8 @@ class RankProgress:
 
 @dataclass(frozen=True)
 class UnansweredRequest:
-    """A rank that was asked for its state, and did not answer: torch.distributed.debug asks all ranks by HTTP."""
+    """A rank that was asked for its state, and did not answer: torch.distributed.debug asks all ranks by HTTP, ranks of
+    the trainer each other by the store where they met."""
 
     source: str
     rank: int
@@ -279,6 +280,8 @@ class UnansweredRequest:
     host: str | None = None
     # seconds since 1970
     asked_at: float | None = None
+    # the rank never met the others, as the place where they meet knows
+    never_arrived: bool = False
 
 
 @dataclass(frozen=True)

@@ -334,11 +334,11 @@ class _GroupMatcher:
 
     def _find_group(self, group: RecordedGroup) -> MatchedGroup:
         """Find a group, or make it: with the ranks that are told, all ranks for the default one, else who recorded."""
-        key = (group.name, group.ranks)
+        members = group.ranks or self._find_told_ranks(group.name)
+        key = (group.name, members)
         if key in self._groups:
             return self._groups[key]
-        is_guessed = not group.ranks
-        members = group.ranks
+        is_guessed = not members
         if is_guessed and is_default(group):
             members = self._ranks
             is_guessed = not self._all_are_known
@@ -347,6 +347,12 @@ class _GroupMatcher:
         matched = MatchedGroup(group, members, is_guessed)
         self._groups[key] = matched
         return matched
+
+    def _find_told_ranks(self, name: str) -> tuple[int, ...]:
+        """Find the ranks of a group by what other ranks' recorders tell; () where they tell none, or several."""
+        told = {recording.groups[name].ranks for recording in self._recordings.values() if name in recording.groups}
+        told.discard(())
+        return told.pop() if len(told) == 1 else ()
 
     def _place_calls(self, matched: MatchedGroup, rank: int, recording: FlightRecording) -> None:
         """StackPlace a rank's collectives in their group.

@@ -25,7 +25,8 @@ DISAGREEMENT = re.compile(
     r"ncclInvalidUsage|Received data size doesn't match",
     re.IGNORECASE,
 )
-ENDED_BY_OTHERS = ("SignalException", "KeyboardInterrupt")
+# exceptions, and what ranks of this package write of a signal
+ENDED_BY_OTHERS = ("SignalException", "KeyboardInterrupt", "SIGTERM", "SIGINT")
 # of this package's trainer, and of torchrun: always of other processes
 OF_OTHERS = ("RanksError", "ChildFailedError")
 # faulthandler's words for a signal
@@ -39,7 +40,7 @@ SIGNALS_OF_WORDS = {
 }
 # what a launcher says of a process that has left no words
 # this package's trainer names the rank that others wait for
-RANK_AT_FRONT = re.compile(r"(?:error: )?rank (\d{1,7})\b")
+RANK_AT_FRONT = re.compile(r"(?:error: )?[Rr]ank (\d{1,7})\b")
 WITHOUT_WORDS = re.compile(r"^(?:Signal \d+|To enable traceback|<N/A>|it is gone)")
 POLITE_SIGNALS = (-signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGINT)
 # a batch system or a launcher that loses its patience; also the kernel for want of memory

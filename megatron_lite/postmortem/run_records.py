@@ -11,7 +11,7 @@ import math
 import re
 import statistics
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
@@ -94,13 +94,22 @@ def read_ranks_file(path: Path) -> JobEvidence:
             statuses[int(name)] = status
         else:
             lost.append(f"ranks.{name[:MAX_MESSAGE_CHARACTERS]}: no rank")
-    source = str(path)
+    found = describe_statuses(str(path), statuses)
+    return replace(found, unread=tuple(f"{path}: {problem}" for problem in lost))
+
+
+def describe_statuses(source: str, statuses: Mapping[int, RankAtFailure]) -> JobEvidence:
+    """Make evidence of what ranks said of themselves last.
+
+    Args:
+        source: Names where they said it.
+        statuses: By rank.
+    """
     return JobEvidence(
         recordings=tuple(_describe_collectives(source, rank, status) for rank, status in statuses.items()),
         stacks=tuple(_describe_stack(source, rank, status) for rank, status in statuses.items() if status.stack),
         ends=tuple(_describe_leaving(source, rank, status) for rank, status in statuses.items() if has_ended(status)),
         progress=tuple(_describe_progress(source, rank, status) for rank, status in statuses.items()),
-        unread=tuple(f"{source}: {problem}" for problem in lost),
     )
 
 
@@ -181,12 +190,6 @@ def _describe_collectives(source: str, rank: int, status: RankAtFailure) -> Flig
     for name, number in status.groups.items():
         progress[name] = GroupProgress(enqueued=number)
         groups[name] = RecordedGroup(name=name)
-    if status.waiting is not None:
-        name, number, ranks = status.waiting
-        before = progress.get(name, GroupProgress(enqueued=number))
-        # the oldest one that is not finished
-        progress[name] = GroupProgress(enqueued=before.enqueued, completed=max(number - 1, 0))
-        groups[name] = RecordedGroup(name=name, ranks=ranks)
     return FlightRecording(
         source=source,
         rank=rank,

@@ -28,11 +28,11 @@ for _ in range(3):
     dist.all_reduce(torch.ones(1000, device=device))
 torch.cuda.synchronize()
 time.sleep(1)  # the watchdog notes what is finished
-print("finished", recorder.counts()["0"], recorder.newest(), recorder.unfinished())
+print("finished", recorder.counts()["0"], recorder.has_unfinished())
 torch.cuda._sleep(10**10)  # seconds: the next collective cannot start
 dist.all_reduce(torch.ones(1000, device=device))
 time.sleep(0.5)
-print("waiting", recorder.counts()["0"], recorder.unfinished())
+print("waiting", recorder.counts()["0"], recorder.has_unfinished())
 torch.cuda.synchronize()
 dist.destroy_process_group()
 """
@@ -48,8 +48,8 @@ def test_what_nccl_records():
         [sys.executable, "-c", RECORD], check=False, env=gpu_environment(), capture_output=True, text=True, timeout=120
     )
     assert ended.returncode == 0, ended.stderr
-    assert "finished (3, 3) all_reduce #3 (3.9 KiB float32) None" in ended.stdout, ended.stdout
-    assert "waiting (4, 3) all_reduce #4 (3.9 KiB float32)" in ended.stdout, ended.stdout
+    assert "finished (3, 3) False" in ended.stdout, ended.stdout
+    assert "waiting (4, 3) True" in ended.stdout, ended.stdout
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
@@ -64,6 +64,6 @@ def test_a_rank_that_fails_is_named_within_the_limit(tmp_path, how):
     command = [sys.executable, *launcher, str(TESTS / "faulty.py"), how, "10", *words.split()]
     ended = subprocess.run(command, check=False, env=gpu_environment(), capture_output=True, text=True, timeout=180)
     assert ended.returncode != 0
-    said = {"loop": r"did not join \w+ #\d+ .* within 10.0s: .* in never_ends \(", "killed": r"died \(process \d+"}[how]
-    assert re.search(f"^error: rank 1 {said}", ended.stderr, re.MULTILINE), ended.stderr
+    said = {"loop": r"did not enter \w+ #\d+ .* in never_ends", "killed": "died"}[how]
+    assert re.search(f"^error: Rank 1 {said}", ended.stderr, re.MULTILINE), ended.stderr
     assert "watchdog" not in ended.stderr.lower(), "NCCL's own must come too late"

@@ -75,7 +75,7 @@ UNFOLDED = {
     "walk": 9.1,
     "script_walk": 8.6,
     "script_record": 9.6,
-    "postmortem": 9.6,
+    "postmortem": 9.7,
     "data": 9.9,
     "model": 9.9,
     "optim": 9.8,

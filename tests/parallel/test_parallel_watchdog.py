@@ -16,7 +16,6 @@ from msgspec.structs import replace
 from support.launch import environment, on_ranks
 from support.paths import TESTS
 from support.waiting import LIMIT_S, wait_until
-from support.wording import wording
 
 from megatron_lite import process_state
 from megatron_lite.config.layout import Layout
@@ -29,12 +28,14 @@ from megatron_lite.parallel import hang_diagnosis, watchdog
 from megatron_lite.parallel.hang_diagnosis import CLOSED, HangDiagnosis
 from megatron_lite.parallel.rank_status import (
     FlightRecorder,
-    Operation,
     RankStore,
     RunPosition,
+    StageWait,
     describe_rank,
 )
 from megatron_lite.phases import Phase
+from megatron_lite.postmortem.call_sites import find_call_site
+from megatron_lite.postmortem.flight_recordings import build_recordings
 
 RESET = RuntimeError(
     "[/x/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:5537: Connection reset by peer. "
@@ -54,11 +55,12 @@ class Recorder:
     def counts(self):
         return {"0": self.numbers}
 
-    def unfinished(self):
-        return Operation(self.numbers[0], "barrier") if self.numbers[0] > self.numbers[1] else None
+    def has_unfinished(self):
+        begun, finished = self.numbers
+        return begun > finished
 
-    def newest(self):
-        return Operation(self.numbers[0], "barrier")
+    def excerpt(self, stage_wait=None):
+        return ""
 
 
 def post(**more) -> RankAtFailure:
@@ -101,9 +103,9 @@ def test_the_first_to_ask_speaks_for_all():
     boards[2].set_status(there)
     assert boards[0].get_statuses([0, 1, 2]) == {2: there}
     first, second = (HangDiagnosis(World(rank, 3), boards[rank], 60.0, ends_record=False) for rank in (0, 1))
-    said, repeated = first.diagnose(CLOSED, post(), None), second.diagnose(CLOSED, post(), None)
+    said, repeated = first.diagnose(CLOSED, post(), ""), second.diagnose(CLOSED, post(), "")
     assert str(said) == str(repeated)
-    assert str(said).startswith(wording("parallel/rank-ended-in-start", 2))
+    assert str(said).startswith("Rank 2 ") and "ValueError: no" in str(said)
     assert (said.told, repeated.told, said.exit_code) == (False, True, 1)
     mine = boards[1].get_statuses([1])[1]
     assert mine.answers, "who waits for the verdict is not taken for silent"
@@ -111,24 +113,24 @@ def test_the_first_to_ask_speaks_for_all():
 
 def test_the_record_of_a_terminated_writer_is_ended_for_it(tmp_path):
     """run.json is the last rank's. One that got Ctrl-C writes it itself; SIGTERM leaves no time."""
-    for left, status in (("SIGTERM", "failed: RanksError: rank 1 ended in "), ("KeyboardInterrupt: ", "running")):
+    for left, status in (("SIGTERM", "failed: RanksError: Rank 1 "), ("KeyboardInterrupt: ", "running")):
         (tmp_path / "run.json").write_text('{"status": "running"}')
         store = dist.HashStore()
         RankStore(store, 1, 2).set_status(post(left=left, blameless=True))
         asking = HangDiagnosis(World(0, 2), RankStore(store, 0, 2), 60.0, ends_record=False)
         asking.run_dir = tmp_path
-        assert asking.diagnose(CLOSED, post(), None, "Connection closed by peer").ended
+        assert asking.diagnose(CLOSED, post(), "", "Connection closed by peer").ended
         assert json.loads((tmp_path / "run.json").read_text())["status"].startswith(status)
 
 
 def test_every_ranks_last_status_is_written_down_whole(tmp_path):
     gone = post(left="ValueError: half a letter \udc80", stack=("f (\udc80.py:1)",), groups={"7": 2})
-    asking = post(waiting=("0", 3, (0, 1)), phase="forward", started_at=7, answers=True)
+    asking = post(phase="forward", started_at=7, answers=True)
     store = dist.HashStore()
     RankStore(store, 1, 2).set_status(gone)
     diagnosis = HangDiagnosis(World(0, 2), RankStore(store, 0, 2), 60.0, ends_record=False, layout=Layout(tensor=2))
     diagnosis.run_dir = tmp_path
-    line = str(diagnosis.diagnose(CLOSED, asking, None))
+    line = str(diagnosis.diagnose(CLOSED, asking, ""))
     written = (tmp_path / "ranks.json").read_text()
     places = {0: "tp 0", 1: "tp 1"}
     written_ranks = ((0, asking), (1, gone))
@@ -172,29 +174,44 @@ def test_a_process_is_known_again_and_its_ids_next_owner_is_not_it(monkeypatch):
 def record_on_two_ranks(world):
     """For on_ranks: rank 0 begins what rank 1 joins only after rank 0 has looked."""
     recorder, store = FlightRecorder("gloo"), dist.distributed_c10d._get_default_store()
+    half = dist.new_group([0, 1], group_desc="half")
     before = recorder.counts().get("0", (0, 0))
     dist.all_reduce(torch.ones(3, dtype=torch.float64))
-    wait_until(lambda: recorder.unfinished() is None)  # noted a moment after the collective
+    dist.all_reduce(torch.ones(2), group=half)
+    wait_until(lambda: not recorder.has_unfinished())  # noted a moment after the collective
     if world.rank == 1:
         store.wait(["looked"])
     works = [dist.all_reduce(torch.ones(1000), async_op=True), dist.broadcast(torch.ones(8).bool(), 0, async_op=True)]
     if world.rank == 0:
         begun, finished = recorder.counts()["0"]
-        print("counts", begun - before[0], finished - before[1])
-        print("oldest", recorder.unfinished(), "|", recorder.newest(), "|", recorder.counts()["0"][0] - begun)
+        print("counts", begun - before[0], finished - before[1], recorder.has_unfinished())
+        waiting = StageWait(1, "the forward of micro-batch 3 from")
+        [recording] = build_recordings(json.loads(recorder.excerpt(waiting)), "", 0).recordings
+        for call in recording.calls:
+            shape = call.input_shapes[0] if call.input_shapes else ()
+            print("call", call.name, call.group, call.number, shape, call.has_ended, call.sender)
+        print("groups", [(name, group.description, group.ranks) for name, group in sorted(recording.groups.items())])
+        print("site", find_call_site(recording.calls[0].frames).rpartition(" in ")[2])
         store.set("looked", "")
     for work in works:
         work.wait()
-    wait_until(lambda: recorder.unfinished() is None)
-    print("newest", recorder.newest())
+    wait_until(lambda: not recorder.has_unfinished())
 
 
 def test_the_recorder_knows_what_waits(tmp_path):
-    first, second = on_ranks(record_on_two_ranks, tmp_path)
-    assert "counts 3 1" in first
-    assert "oldest all_reduce #2 (3.9 KiB float32) | broadcast #3 (8 B bool) | 0" in first
-    for output in (first, second):
-        assert "newest broadcast #3 (8 B bool)" in output
+    """Its excerpt is torch's own form, with the ranks of groups and the stages' messages, which gloo leaves out."""
+    first, _ = on_ranks(record_on_two_ranks, tmp_path)
+    lines = first.splitlines()
+    assert "counts 3 1 True" in lines
+    assert [line for line in lines if line.startswith("call")] == [
+        "call all_reduce 0 1 (3,) True None",
+        "call all_reduce 1 1 (2,) True None",
+        "call all_reduce 0 2 (1000,) False None",
+        "call broadcast 0 3 (8,) False None",
+        "call recv 0 4 () False 1",
+    ]
+    assert "groups [('0', 'default_pg', (0, 1)), ('1', 'half', (0, 1))]" in lines
+    assert "site record_on_two_ranks" in lines
 
 
 def test_whereabouts_keep_the_phase_that_failed():
@@ -238,9 +255,9 @@ def test_who_hangs_answers_with_its_stack(ranks, monkeypatch):
     finally:
         other._over = True
         other._thread.join()
-    assert wording("parallel/rank-did-not-join-barrier", 1, 7, 0) in str(caught.value)
-    assert "after collective #6" in str(caught.value)
-    assert "_call (megatron_lite/parallel/watchdog.py:" in str(caught.value)
+    line = str(caught.value)
+    assert line.startswith("Rank 1 ") and "#7" in line and "after collective #6" in line, line
+    assert "watchdog.py:" in line and "in _call" in line, line
 
 
 @pytest.mark.parametrize(
@@ -312,7 +329,7 @@ def test_the_backstop_tells_and_ends_the_process(ranks, monkeypatch):
     assert ended == []
     now[0] += 0.4
     wait_until(lambda: ended)
-    assert ended == [1] and str(told[0]).startswith(wording("parallel/rank-did-not-join-barrier-of", 1, 12, 0)), told
+    assert ended == [1] and str(told[0]).startswith("Rank 1 ") and "#12" in str(told[0]), told
 
 
 def test_nobody_outlives_the_verdict(ranks, monkeypatch):
@@ -367,4 +384,6 @@ def test_sigterm_tells_of_a_dead_neighbor_and_kills_as_ever(tmp_path):
         process.terminate()
         said = process.communicate(timeout=LIMIT_S)[0]
         assert process.returncode == -signal.SIGTERM
-        assert said.startswith(f"error: rank 1 died (process {pid} on ") if pid == gone.pid else said == "", said
+        assert (
+            said.startswith("error: Rank 1 died") and f"process {pid} on " in said if pid == gone.pid else said == ""
+        ), said

@@ -29,7 +29,7 @@ CAUSES = {
     "user": ["--data-path x: only this rank's file is damaged; mend it.", r"exitcode +: 2 "],
     "killed": [r"Signal 9 \(SIGKILL\)", r"exitcode +: -9 "],
 }
-OPERATION = r"all_reduce #\d+ \([\d.]+ [KM]iB float32\)"
+OPERATION = r"\w+ #\d+ of "
 
 
 def run_faulty(how: str, folder: Path, words: str = "", limit_s: float = 60):
@@ -39,7 +39,7 @@ def run_faulty(how: str, folder: Path, words: str = "", limit_s: float = 60):
 
 def verdict_of(ended) -> str:
     """The one line for people, before the launcher's summary."""
-    [line] = re.findall(r"^error: rank 1 .*$", ended.err[: ended.err.index(SUMMARY)], re.MULTILINE)
+    [line] = re.findall(r"^error: Rank 1 .*$", ended.err[: ended.err.index(SUMMARY)], re.MULTILINE)
     return line
 
 
@@ -58,14 +58,16 @@ def test_a_dying_rank_ends_all_and_says_why(tmp_path, how):
     for cause in CAUSES[how]:
         assert re.search(cause, root), root
     said = {
-        "exception": r"ended in iteration 3, with ZeroDivisionError: a mistake in this rank only; rank 0 ",
-        "user": "ended in iteration 3, with DataError: --data-path x: ",
-        "killed": r"died \(process \d+ on \S+ is gone\), last seen ",
+        "exception": "ended with ZeroDivisionError: a mistake in this rank only",
+        "user": "ended with DataError: --data-path x: ",
+        "killed": "died",
     }[how]
-    assert re.match(f"error: rank 1 {said}", verdict_of(ended)), verdict_of(ended)
-    # rank 1 fails at once, so that on a busy machine rank 0 may not have come to the collective by then
-    met = f"waited for it in {OPERATION}, iteration 3, phase backward|rank 0 was in iteration 3, phase "
-    assert re.search(met, verdict_of(ended)), verdict_of(ended)
+    line = verdict_of(ended)
+    assert re.match(f"error: Rank 1 {said}", line), line
+    # a killed rank was heard up to a second before
+    place = "" if how == "killed" else "iteration 3"
+    assert re.search(rf"heard last in {place}.*\(process \d+ on \S+\)", line), line
+    assert re.search(r"Rank 0 \w+ in iteration 3, phase ", line), line
     assert "RuntimeError" not in ended.err, "no second traceback"
     assert len(steps(tmp_path / "run")) >= 1 and status(tmp_path / "run").startswith("failed: ")
     if how == "user":
@@ -73,13 +75,13 @@ def test_a_dying_rank_ends_all_and_says_why(tmp_path, how):
     if how != "killed":  # run.json is the last rank's
         assert wording("train/rank-has-group-false", 1) in ended.out
     else:
-        assert status(tmp_path / "run").startswith("failed: RanksError: rank 1 died")
+        assert status(tmp_path / "run").startswith("failed: RanksError: Rank 1 died")
 
 
 @pytest.mark.slow
 def test_steps_since_the_last_console_line_outlive_their_writer(tmp_path):
     ended = run_faulty("killed late", tmp_path / "run", "--log-interval 1000")
-    assert re.match(r"error: rank 1 died \(process", verdict_of(ended))
+    assert re.match(r"error: Rank 1 died", verdict_of(ended))
     written = steps(tmp_path / "run")  # results are read when they are two steps old
     assert [record["iteration"] for record in written] == list(range(1, 9))
     assert [record.get("local", False) for record in written] == [False] + [True] * 7
@@ -90,11 +92,10 @@ def test_steps_since_the_last_console_line_outlive_their_writer(tmp_path):
 def test_a_rank_that_never_comes_is_named_with_its_place_in_the_code(tmp_path):
     ended = run_faulty("loop", tmp_path / "run", limit_s=3)
     line = verdict_of(ended)
-    assert re.match(
-        f"error: rank 1 did not join {OPERATION} of rank 0 within 3.0s: since [34].[0-9]s in iteration 3, "
-        r"phase data, in never_ends \(.*faulty.py:\d+\) called by _read \(.*train/step.py:\d+\), after",
-        line,
-    ), line
+    told = f"error: Rank 1 did not enter {OPERATION}.*, in which rank 0 waits"
+    assert re.match(told, line), line
+    assert re.search(r": it .* faulty.py:\d+ in never_ends", line), line
+    assert re.search(r"heard last in iteration 3, phase data, since [34].[0-9]s, after collective #\d+ ", line), line
     assert line.removeprefix("error: ") in ended.err[ended.err.index(SUMMARY) :], "the launcher's summary tells it too"
     assert status(tmp_path / "run") == "failed: RanksError: " + line.removeprefix("error: ")
     told = json.loads((tmp_path / "run" / "ranks.json").read_text())
@@ -105,9 +106,7 @@ def test_a_rank_that_never_comes_is_named_with_its_place_in_the_code(tmp_path):
 
 STAGES = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"
 SEQUENCES = "--context-parallel-size 2 --use-distributed-optimizer"
-OPERATIONS = (
-    r"the forward of micro-batch 1 from rank [01]|\w+ #\d+( \(.*\))?( of ranks 0, 1)?|rank \d was in iteration 3"
-)
+NOTICED = r"Rank \d noticed( for the forward of micro-batch 1 from rank [01])? in iteration 3"
 
 
 @pytest.mark.slow
@@ -126,7 +125,7 @@ def test_a_rank_of_any_group_is_named(tmp_path, how, layout):
     places = ["pp 0, tp 0", "pp 0, tp 1", "pp 1, tp 0", "pp 1, tp 1"]
     if layout == SEQUENCES:
         places = ["dp 0, cp 0", "dp 0, cp 1", "dp 1, cp 0", "dp 1, cp 1"]
-    assert line.startswith(f"error: rank 1 ({places[1]}) ") and re.search(OPERATIONS, line), line
+    assert line.startswith(f"error: Rank 1 ({places[1]}) ") and re.search(NOTICED, line), line
     told = json.loads((tmp_path / "run" / "ranks.json").read_text())["ranks"]
     assert {int(rank): post["place"] for rank, post in told.items()}.items() <= dict(enumerate(places)).items()
 
@@ -134,17 +133,17 @@ def test_a_rank_of_any_group_is_named(tmp_path, how, layout):
 @pytest.mark.slow
 def test_a_stopped_rank_is_named(tmp_path):
     ended = run_faulty("stopped", tmp_path / "run", limit_s=5)
-    told = r"rank 1 did not join .* within 5.0s: process \d+ on \S+ is stopped \(SIGSTOP\), last seen"
-    assert re.search(told, verdict_of(ended))
-    assert status(tmp_path / "run").startswith(wording("train/failed-rankserror-rank-did", 1)), (
-        "its own writer is stopped"
+    line = verdict_of(ended)
+    assert re.match("error: Rank 1 is stopped", line) and re.search(r"heard last in .*\(process \d+ on \S+\)", line), (
+        line
     )
+    assert status(tmp_path / "run").startswith("failed: RanksError: Rank 1 is stopped"), "its own writer is stopped"
 
 
 @pytest.mark.slow
 def test_a_data_loader_that_hangs_is_named(tmp_path):
     line = verdict_of(run_faulty("data loader", tmp_path / "run", "--num-workers 1", limit_s=5))
-    assert re.search(r"within 5.0s: .* phase data, in \w+ \(.*\) called by _\w+ \(.*/data/loader.py:\d+\)", line), line
+    assert re.search(r"Rank 1 did not enter .*: it loads data at .*loader.py:\d+ in \w+", line), line
 
 
 @pytest.mark.slow
@@ -152,8 +151,8 @@ def test_a_data_loader_that_hangs_is_named(tmp_path):
 def test_a_death_is_told_though_the_launcher_ends_the_others_first(tmp_path, words):
     """Workers of a killed rank keep its connections open for seconds: the launcher's SIGTERM comes before gloo's error."""
     line = verdict_of(run_faulty("killed", tmp_path / "run", f"--num-workers 2 {words}"))
-    assert re.match(r"error: rank 1 died \(process", line)
-    assert status(tmp_path / "run").startswith("failed: RanksError: rank 1 died")
+    assert re.match("error: Rank 1 died", line)
+    assert status(tmp_path / "run").startswith("failed: RanksError: Rank 1 died")
 
 
 @pytest.mark.slow
@@ -167,7 +166,7 @@ def test_the_launcher_starts_again_from_the_checkpoint(tmp_path):
         assert ended.code == 0, ended.err
         outcome[name] = {record["iteration"]: record["loss"] for record in steps(save)}
         if how != "none":
-            assert "rank 1 died" in ended.err and "loaded iteration 2" in ended.out, ended.out
+            assert "Rank 1 died" in ended.err and "loaded iteration 2" in ended.out, ended.out
     assert list(outcome["whole"]) == [1, 2, 3, 4, 5, 6]
     assert outcome["broken"].keys() >= {3, 4, 5, 6} and outcome["broken"].items() <= outcome["whole"].items()
 

@@ -172,6 +172,13 @@ def _suspect_preemption(words: str, events: Sequence[LogEvent], confidence: Conf
     )
 
 
+def _name_signal_of(asked: Sequence[RankEnd]) -> str:
+    """Name the signal that ended processes, where all that tell it agree."""
+    names = {end.error for end in asked if end.error.startswith("SIG")}
+    names |= {name_signal(end.exit_code) for end in asked if end.exit_code is not None}
+    return names.pop() if len(names) == 1 else "a signal"
+
+
 def _find_polite_ends(job: ObservedJob) -> list[Suspicion]:
     """Find ranks that were all asked to end, where no rank failed before."""
     ends = [one.end for one in job.ranks.values() if one.end is not None]
@@ -182,11 +189,15 @@ def _find_polite_ends(job: ObservedJob) -> list[Suspicion]:
         return []
     times = [end.at for end in asked if end.at is not None]
     facts = tuple(Fact(text=f"rank {end.rank} was asked to end", source=end.source) for end in asked[:MAX_STATES_NAMED])
+    ranks = list_ranks(asked)
+    everybody = len(ranks) == (job.world_size or len(ranks))
+    who = "all ranks" if everybody else job.name(ranks)
+    was = "were" if everybody else does(ranks, "was", "were")
     return [
         Suspicion(
             kind=FailureKind.PREEMPTED,
-            ranks=(),
-            headline="all ranks were asked to end by a signal, and none had failed before",
+            ranks=() if everybody else ranks,
+            headline=f"{who} {was} asked to end by {_name_signal_of(asked)}, and none had failed before",
             confidence=Confidence.MEDIUM,
             evidence=facts,
             next_steps=("Find who sent it, a person or a batch system; then start from the newest checkpoint.",),

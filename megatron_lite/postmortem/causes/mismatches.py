@@ -18,7 +18,7 @@ from megatron_lite.postmortem.causes.base import (
 from megatron_lite.postmortem.causes.call_habits import find_departing, make_each_others_calls
 from megatron_lite.postmortem.causes.wait_times import measure_wait
 from megatron_lite.postmortem.evidence import EventKind, RecordedCall
-from megatron_lite.postmortem.matched_calls import EnteredCall, MatchedGroup
+from megatron_lite.postmortem.matched_calls import UNNAMED_CALL, EnteredCall, MatchedGroup
 from megatron_lite.postmortem.observed_job import ObservedJob
 from megatron_lite.postmortem.postmortem_results import Fact, FailureKind
 from megatron_lite.postmortem.rank_ends import EndKind
@@ -59,8 +59,8 @@ class Disagreement:
 
     @property
     def calls(self) -> Mapping[int, EnteredCall]:
-        """The call of each rank."""
-        return self.group.calls[self.number]
+        """The call of each rank whose recorder has it."""
+        return _list_named(self.group, self.number)
 
     @property
     def first(self) -> EnteredCall:
@@ -87,13 +87,18 @@ def find_mismatches(job: ObservedJob) -> list[Suspicion]:
 
 def _find_disagreement(group: MatchedGroup) -> Disagreement | None:
     for number in group.numbers:
-        calls = group.calls[number]
+        calls = _list_named(group, number)
         if len(calls) < 2 or _was_harmless(group, number):
             continue
         for aspect, values in _list_aspects(calls).items():
             if len(set(values.values())) > 1:
                 return Disagreement(group, number, aspect, values)
     return None
+
+
+def _list_named(group: MatchedGroup, number: int) -> dict[int, EnteredCall]:
+    """The calls of a number that recorders have. Of others only the count is known, with which nobody can disagree."""
+    return {rank: call for rank, call in group.calls[number].items() if call.name != UNNAMED_CALL}
 
 
 def _was_harmless(group: MatchedGroup, number: int) -> bool:

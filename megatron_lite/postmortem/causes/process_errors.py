@@ -16,8 +16,8 @@ from megatron_lite.postmortem.causes.base import (
     write_at,
 )
 from megatron_lite.postmortem.evidence import EventKind, LogEvent, StackFrame
-from megatron_lite.postmortem.observed_job import ObservedJob
-from megatron_lite.postmortem.postmortem_results import FailureKind
+from megatron_lite.postmortem.observed_job import ObservedJob, ObservedRank
+from megatron_lite.postmortem.postmortem_results import Fact, FailureKind
 from megatron_lite.postmortem.rank_ends import ABORT, KILL, EndKind, RankEnd, name_signal
 from megatron_lite.postmortem.rank_lists import find_earliest, list_ranks
 
@@ -156,11 +156,34 @@ def find_deaths(job: ObservedJob) -> list[Suspicion]:
     found = []
     for (kind, code), ends in alike.items():
         found.append(_suspect_death(job, kind, code, ends))
-    gone = job.list_in_state("dead")
-    if gone:
-        headline = f"{job.name(gone)} died: the process is gone without a word"
-        found.append(Suspicion(FailureKind.DIED, gone, headline, Confidence.HIGH))
-    return found
+    gone = tuple(rank for rank, one in job.ranks.items() if _is_gone(one))
+    return [*found, _suspect_loss(job, gone)] if gone else found
+
+
+def _is_gone(one: ObservedRank) -> bool:
+    """Whether the process is known to be gone, and nobody knows how it ended."""
+    if one.end is not None:
+        return one.end.kind is EndKind.UNKNOWN
+    return one.process_state == "dead"
+
+
+def _suspect_loss(job: ObservedJob, gone: tuple[int, ...]) -> Suspicion:
+    """Make a suspicion of processes that are gone without a word: killed, most likely."""
+    last = [job.ranks[rank].progress[-1] for rank in gone if job.ranks[rank].progress]
+    facts = []
+    for one in last[:MAX_CITED]:
+        facts.append(Fact(text=f"rank {one.rank}: process {one.pid} is gone", source=one.source))
+    suspicion = Suspicion(
+        kind=FailureKind.DIED,
+        ranks=gone,
+        headline=f"{job.name(gone)} died: the process is gone without a word",
+        confidence=Confidence.HIGH,
+        evidence=tuple(facts),
+        onset=find_earliest(one.seen_at for one in last),
+        hosts=tuple(sorted({job.ranks[rank].host for rank in gone if job.ranks[rank].host})),
+    )
+    look = "The launcher's summary names the signal or exit code; `dmesg -T | grep -i oom` on its machine, a kill."
+    return replace(_name_killers(job, suspicion), next_steps=(look,))
 
 
 def _is_death(job: ObservedJob, end: RankEnd) -> bool:
@@ -248,7 +271,7 @@ def find_lost_memory(job: ObservedJob) -> list[Suspicion]:
             kind=FailureKind.HOST_MEMORY,
             ranks=ranks,
             headline=f"the machine had no memory left, and {whom} was killed",
-            confidence=Confidence.HIGH if ranks else Confidence.MEDIUM,
+            confidence=_weigh_kill(job, events, ranks),
             evidence=quote_some(events),
             next_steps=(LOWER_HOST_MEMORY,),
             onset=find_earliest(event.at for event in events),
@@ -257,8 +280,22 @@ def find_lost_memory(job: ObservedJob) -> list[Suspicion]:
     ]
 
 
+def _weigh_kill(job: ObservedJob, events: Sequence[LogEvent], ranks: Sequence[int]) -> Confidence:
+    """Weigh who was killed: a process that is gone without a word need not be the one.
+
+    Args:
+        job: The job.
+        events: The kills.
+        ranks: Who is thought to be killed.
+    """
+    is_named = bool(list_ranks(events))
+    gone = [rank for rank in ranks if rank in job.ranks and _is_gone(job.ranks[rank])]
+    return Confidence.HIGH if ranks and (is_named or not gone) else Confidence.MEDIUM
+
+
 def _find_killed(job: ObservedJob, events: Sequence[LogEvent]) -> tuple[int, ...]:
-    """Find the ranks that want of memory killed: named ones, else those that SIGKILL ended on these machines."""
+    """Find the ranks that want of memory killed: named ones, else those that SIGKILL ended on these machines, or
+    that are gone without a word."""
     named = list_ranks(events)
     if named:
         return named
@@ -266,7 +303,8 @@ def _find_killed(job: ObservedJob, events: Sequence[LogEvent]) -> tuple[int, ...
     killed = []
     for end in job.ends:
         is_there = not hosts or not end.host or end.host in hosts
-        if end.exit_code in KILL and is_there:
+        may_be_killed = end.exit_code in KILL or end.kind is EndKind.UNKNOWN
+        if may_be_killed and is_there:
             killed.append(end)
     return list_ranks(killed)
 
