@@ -89,6 +89,8 @@ WORLD_SIZE = re.compile(
     r"(?:using world size: |\bworld_size=|\bcomm 0x\w+ rank \d+ nranks |MEMBER: \d+/|Num processes: )"
     r"(?P<size>\d{1,7})\b"
 )
+# a data loader's worker that dies by a bus error writes one behind its last words
+NUL_SHARE = 0.01
 LAUNCHER_WORDS = (b"torch.distributed.elastic", b"torch/distributed/elastic", b"torchrun")
 # with these a process ends whatever it has printed before
 SIGNALS_OF_OTHERS = (-signal.SIGKILL, -signal.SIGTERM)
@@ -654,12 +656,13 @@ def _list_origins(head: bytes) -> list[LineOrigin]:
 
 def is_console_log(head: bytes, path: Path) -> bool:
     """Whether a file that begins with `head` may be a log: lines of text. It is the last that is asked."""
-    text = head.lstrip()
-    if not text or b"\0" in head or OTHER_FILES.fullmatch(path.name):
+    text = head.replace(b"\0", b"").lstrip()
+    is_binary = head.count(b"\0") > len(head) * NUL_SHARE
+    if not text or is_binary or OTHER_FILES.fullmatch(path.name):
         return False
     if text[:1] in (b"{", b"<") and not text.startswith(JSON_OF_CONTAINER.encode()):
         return False
-    return all(byte >= 32 or byte in b"\t\n\r\x0b\x0c\x1b\x08" for byte in head[:HEAD_LINES])
+    return all(byte >= 32 or byte in b"\t\n\r\x0b\x0c\x1b\x08" for byte in text[:HEAD_LINES])
 
 
 def is_kernel_log(head: bytes, path: Path) -> bool:

@@ -222,7 +222,8 @@ def read_time(text: str) -> float | None:
 
 
 def strip_controls(line: str) -> str:
-    """Take colors and cursor movements out of a line, and what a carriage return has written over."""
+    """Take colors, cursor movements and NULs out of a line, and what a carriage return has written over."""
+    line = line.replace("\0", "")
     if "\x1b" in line:
         line = CONTROL.sub("", line)
     return RAY_REPEATED.sub("", line) if "across cluster]" in line else line

@@ -435,6 +435,9 @@ def test_text_is_a_log_and_data_is_not(tmp_path):
     assert is_console_log("│ ünïcode\n".encode(), Path("log.txt"))
     assert not is_console_log(b'{"a": 1}', Path("a"))
     assert not is_console_log(b"\x80\x04\x95\0\0", Path("a"))
+    assert is_console_log(
+        b"ERROR: Unexpected bus error encountered in worker.\n" * 3 + b"\0[rank0]: Traceback\n", Path("a")
+    )
     assert not is_console_log(b"import torch\n", Path("train.py"))
     assert not is_console_log(b"", Path("a"))
     assert not is_console_log(b"torch\n", Path("requirements-dev.txt"))
