@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_lite.errors import UserError, describe_io_error
 from megatron_lite.postmortem.console_logs import is_console_log, is_kernel_log, read_console_log
-from megatron_lite.postmortem.debug_dumps import is_debug_dump, read_debug_dump
+from megatron_lite.postmortem.debug_dumps import is_debug_dump, keep_last_requests, read_debug_dump
 from megatron_lite.postmortem.elastic_errors import is_error_file, read_error_file
 from megatron_lite.postmortem.evidence import JobEvidence
 from megatron_lite.postmortem.flight_recordings import find_world_size, is_flight_recording, read_flight_recordings
@@ -102,7 +102,13 @@ def collect_evidence(paths: Sequence[Path], readers: Sequence[EvidenceReader] = 
     if len(sizes) > 1:
         told = ", ".join(map(str, sizes))
         notes = (*notes, f"the files name different numbers of ranks ({told}); {world_size} is taken.")
-    return replace(united, recordings=recordings, world_size=world_size, unread=united.unread + notes)
+    return replace(
+        united,
+        recordings=recordings,
+        unanswered=keep_last_requests(united),
+        world_size=world_size,
+        unread=united.unread + notes,
+    )
 
 
 def _find_reader(file: Path, readers: Sequence[EvidenceReader]) -> EvidenceReader | None:

@@ -204,8 +204,28 @@ class _DumpReader:
         return UnansweredRequest(self._source, rank, shown, was_refused, self._hosts.get(rank), self._written_at)
 
     def _read_addresses(self, text: str) -> list[RankProgress]:
-        """The host of each rank, of a dump of the store."""
+        """The host of each rank, of a dump of the store; the rank itself is not heard of in it."""
         return [
-            RankProgress(source=self._source, rank=int(one["rank"]), host=one["host"], seen_at=self._written_at)
+            RankProgress(source=self._source, rank=int(one["rank"]), host=one["host"])
             for one in itertools.islice(STORED_ADDRESS.finditer(text), MAX_SECTIONS)
         ]
+
+
+def keep_last_requests(evidence: JobEvidence) -> tuple[UnansweredRequest, ...]:
+    """The last request to each rank that did not answer, unless the rank was heard of later."""
+    heard: dict[int, float] = {}
+    for stacks in evidence.stacks:
+        if stacks.rank is not None and stacks.taken_at is not None:
+            heard[stacks.rank] = max(heard.get(stacks.rank, 0.0), stacks.taken_at)
+    for progress in evidence.progress:
+        if progress.seen_at is not None:
+            heard[progress.rank] = max(heard.get(progress.rank, 0.0), progress.seen_at)
+    last: dict[int, UnansweredRequest] = {}
+    for request in sorted(evidence.unanswered, key=lambda one: one.asked_at or 0.0):
+        last[request.rank] = request
+    kept = []
+    for rank, request in sorted(last.items()):
+        is_old = request.asked_at is not None and heard.get(rank, 0.0) > request.asked_at
+        if not is_old:
+            kept.append(request)
+    return tuple(kept)

@@ -47,6 +47,17 @@ def test_a_rank_that_does_not_answer_is_evidence(read):
     assert evidence.world_size == 4
 
 
+def test_a_rank_that_answers_later_is_not_silent(tmp_path):
+    answers = [made.make_traceback(FILE, 80, "step")] * 3
+    silent = {1: (408, made.TIMED_OUT), 2: (408, made.TIMED_OUT)}
+    for second, failures in enumerate([silent, {2: (408, made.TIMED_OUT)}, {2: (503, made.REFUSED)}]):
+        dump = made.make_dump(answers, "dump_traceback", failures)
+        (tmp_path / f"stacks_20261128_16481{second}.txt").write_text(dump)
+    (tmp_path / "tcpstore_20261128_164819.txt").write_text(made.make_store(3))
+    evidence = collect_evidence([tmp_path])
+    assert [(one.rank, one.was_refused) for one in evidence.unanswered] == [(2, True)]
+
+
 def test_a_server_without_the_handler_has_answered(read):
     failures = {rank: (404, made.NO_HANDLER) for rank in range(2)}
     evidence = read(made.make_dump(["", ""], "torchcomms_health_check", failures))
