@@ -18,7 +18,18 @@ LIBRARY = re.compile(
 PACKAGES = frozenset(
     {"torch", "torchvision", "torchdata", "triton", "numpy", "pandas", "pyarrow", "PIL", "tqdm", "fsspec"}
     | {"transformers", "datasets", "accelerate", "tokenizers", "safetensors", "huggingface_hub", "deepspeed"}
-    | {"lightning", "pytorch_lightning", "webdataset", "ray", "requests", "urllib3", "boto3", "botocore"}
+    | {
+        "lightning",
+        "pytorch_lightning",
+        "lightning_fabric",
+        "torchmetrics",
+        "webdataset",
+        "ray",
+        "requests",
+        "urllib3",
+        "boto3",
+        "botocore",
+    }
 )
 # what watches a program stands on its stacks, too
 OWN_WATCHERS = re.compile(r"(?:^|/)megatron_lite/(?:watch|instruments|script_record|script_walk|postmortem)/")

@@ -7,6 +7,7 @@ a row of EVIDENCE_READERS.
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -126,6 +127,8 @@ def _read_file(file: Path, reader: EvidenceReader) -> JobEvidence:
         return JobEvidence(unread=(f"{file}: {describe_io_error(error)}",))
     except Exception as error:  # noqa: BLE001 - whatever a foreign file does to its reader, the others are read
         return JobEvidence(unread=(f"{file}: cannot be read as one of {reader.kind} ({type(error).__name__}).",))
+    with suppress(OSError):
+        piece = replace(piece, written_at={reader.kind: file.stat().st_mtime})
     return replace(piece, read={reader.kind: 1})
 
 
@@ -174,8 +177,11 @@ def unite_evidence(pieces: Sequence[JobEvidence]) -> JobEvidence:
     sizes = [piece.world_size for piece in pieces if piece.world_size is not None]
     unread = [line for piece in pieces for line in piece.unread]
     read: Counter[str] = Counter()
+    written_at: dict[str, float] = {}
     for piece in pieces:
         read.update(piece.read)
+        for kind, at in piece.written_at.items():
+            written_at[kind] = max(at, written_at.get(kind, at))
     return JobEvidence(
         recordings=tuple(one for piece in pieces for one in piece.recordings),
         stacks=tuple(one for piece in pieces for one in piece.stacks),
@@ -186,4 +192,5 @@ def unite_evidence(pieces: Sequence[JobEvidence]) -> JobEvidence:
         world_size=max(sizes, default=None),
         unread=tuple(dict.fromkeys(unread)),
         read=dict(read),
+        written_at=written_at,
     )

@@ -186,6 +186,8 @@ def explains(one: Suspicion, other: Suspicion) -> bool:
         return not _is_much_later(one, other)
     if _is_reason(other, one):
         return False
+    if one.kind is FailureKind.NETWORK and not one.is_wait and other.is_abort:
+        return True
     if other.is_wait and one.is_wait:
         return _explains_wait(one, other)
     if other.is_wait:
@@ -234,8 +236,8 @@ def _ends_wait(one: Suspicion, wait: Suspicion) -> bool:
     if one.kind is FailureKind.PREEMPTED:
         return wait.is_brief or (not _is_much_later(one, wait) and wait.onset is not None and one.onset is not None)
     if not wait.ranks or wait.kind is FailureKind.NETWORK or set(one.ranks) & set(wait.ranks):
-        return not (wait.kind in DISAGREEMENTS and one.is_abort)
-    if wait.kind in DISAGREEMENTS and one.is_abort:
+        return not one.is_abort or wait.kind not in (*DISAGREEMENTS, FailureKind.NETWORK)
+    if one.is_abort and not set(one.ranks) & set(wait.ranks):
         return False
     if one.onset is None or wait.onset is None:
         return wait.kind not in DISAGREEMENTS
@@ -246,6 +248,9 @@ def _wait_ends(wait: Suspicion, other: Suspicion) -> bool:
     """Whether waiting explains an end: a job that hangs is ended by somebody, and libraries abort who disagree."""
     if other.kind is FailureKind.PREEMPTED:
         return not _ends_wait(other, wait)
+    if other.is_abort and not set(other.ranks) & set(wait.ranks):
+        # libraries abort a process whose call has waited for too long
+        return True
     if wait.kind in DISAGREEMENTS and other.is_abort:
         return True
     return not _ends_wait(other, wait) and _is_much_later(other, wait)

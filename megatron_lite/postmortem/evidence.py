@@ -262,7 +262,7 @@ class RankProgress:
     own_step_s: float | None = None
     # coordinates in the layout: "pp 1, tp 0"; "" where all ranks hold the same
     place: str = ""
-    # the process: running, stopped, dead
+    # the process: running, stopped, dead; silent: it was asked and does not answer
     process_state: str | None = None
 
 
@@ -300,3 +300,5 @@ class JobEvidence:
     unread: tuple[str, ...] = ()
     # files that were read, by kind: "flight recordings": 4
     read: Mapping[str, int] = field(default_factory=dict)
+    # when the newest file of each kind was written last, in seconds since 1970; copies may have the time of copying
+    written_at: Mapping[str, float] = field(default_factory=dict)

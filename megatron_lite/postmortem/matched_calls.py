@@ -7,7 +7,7 @@ ranks of a group (gloo), they are those that recorded a call in it, which is a g
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megatron_lite.postmortem.call_sites import find_call_site
@@ -50,6 +50,8 @@ class EnteredCall:
     rank: int
     call: RecordedCall
     parts: tuple[RecordedCall, ...] = ()
+    # the rank ended with an error in it
+    has_failed: bool = False
 
     @property
     def name(self) -> str:
@@ -69,7 +71,7 @@ class EnteredCall:
     @property
     def has_ended(self) -> bool:
         """Whether the rank has nothing more to wait for in it; gloo says so of a call that failed, too."""
-        return self.call.has_ended
+        return self.call.has_ended and not self.has_failed
 
     @property
     def created_ns(self) -> int:
@@ -217,25 +219,39 @@ def list_pairs(call: EnteredCall) -> list[Pair]:
     return [(message.sender, message.receiver) for message in call.messages]
 
 
-def match_calls(recordings: Sequence[FlightRecording], ranks: Iterable[int], *, all_are_known: bool) -> MatchedCalls:
+def match_calls(
+    recordings: Sequence[FlightRecording],
+    ranks: Iterable[int],
+    *,
+    all_are_known: bool,
+    failed_at: Mapping[int, str] | None = None,
+) -> MatchedCalls:
     """Lay the recordings of a job beside each other.
 
     Args:
         recordings: All that were read; those that do not tell their rank are left out.
         ranks: Ranks of the job, whether or not they have a recording.
         all_are_known: Whether the job is known to have no others.
+        failed_at: By rank, the line of the program that waited for others when it ended with their loss.
     """
     newest, earlier = _choose_newest(recordings)
     by_rank = {}
     messages = {}
     for rank in sorted(newest):
-        calls = tuple(_join_coalesced(rank, newest[rank].calls))
+        calls = _mark_failed(list(_join_coalesced(rank, newest[rank].calls)), (failed_at or {}).get(rank, ""))
         by_rank[rank] = calls
         waiting = tuple(call for call in calls if call.messages and not call.has_ended)
         if waiting:
             messages[rank] = waiting
     groups = _GroupMatcher(newest, by_rank, {*ranks, *newest}, all_are_known).match()
     return MatchedCalls(groups, messages, by_rank, newest, earlier)
+
+
+def _mark_failed(calls: list[EnteredCall], failed_at: str) -> tuple[EnteredCall, ...]:
+    """Mark the last call as failed where the rank ended at its line: gloo says of such a call that it has ended."""
+    if calls and failed_at and calls[-1].call_site == failed_at:
+        calls[-1] = replace(calls[-1], has_failed=True)
+    return tuple(calls)
 
 
 def _choose_newest(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
 
-from megatron_lite.postmortem.call_sites import Activity, StackPlace, find_main_thread, find_place
+from megatron_lite.postmortem.call_sites import Activity, StackPlace, find_call_site, find_main_thread, find_place
 from megatron_lite.postmortem.evidence import (
     EventKind,
     JobEvidence,
@@ -16,7 +16,7 @@ from megatron_lite.postmortem.evidence import (
     RankProgress,
 )
 from megatron_lite.postmortem.matched_calls import MatchedCalls, match_calls
-from megatron_lite.postmortem.rank_ends import RankEnd, unite_ends
+from megatron_lite.postmortem.rank_ends import EndKind, RankEnd, unite_ends
 from megatron_lite.postmortem.rank_lists import UNNAMED, list_ranks, name_ranks
 from megatron_lite.postmortem.waits import Roots, Wait, find_roots, find_waits
 
@@ -33,6 +33,8 @@ class ObservedRank:
     stacks: tuple[ProcessStacks, ...] = ()
     events: tuple[LogEvent, ...] = ()
     progress: tuple[RankProgress, ...] = ()
+    # it was asked, and did not answer
+    is_silent: bool = False
 
     @property
     def host(self) -> str:
@@ -73,7 +75,10 @@ class ObservedRank:
         """The last state of the process that somebody noted; None of one that is known to have ended."""
         if self.end is not None:
             return None
-        return next((one.process_state for one in reversed(self.progress) if one.process_state), None)
+        for one in reversed(self.progress):
+            if one.process_state:
+                return one.process_state
+        return "silent" if self.is_silent else None
 
     def has_event(self, kind: EventKind) -> bool:
         """Tell whether its log has a line of a kind."""
@@ -122,6 +127,14 @@ class ObservedJob:
         """List the ranks whose stack shows an activity."""
         return tuple(rank for rank, place in self.places.items() if place.activity is activity)
 
+    def list_waiting(self) -> tuple[int, ...]:
+        """List the ranks that wait for others, by recordings, stacks or their logs."""
+        waiting = {*self.waits, *self.list_at(Activity.WAITS_FOR_RANKS), *self.list_at(Activity.BACKWARD)}
+        for rank, one in self.ranks.items():
+            if one.has_event(EventKind.COLLECTIVE_TIMEOUT):
+                waiting.add(rank)
+        return tuple(sorted(waiting))
+
     def list_in_state(self, process_state: str) -> tuple[int, ...]:
         """List the ranks whose process was last seen in a state, and is not known to have ended."""
         return tuple(rank for rank, one in self.ranks.items() if one.process_state == process_state)
@@ -167,12 +180,21 @@ def observe_job(evidence: JobEvidence) -> ObservedJob:
     ends, unplaced_ends = _unite_all_ends(placer.place(evidence.ends))
     stacks = placer.place(evidence.stacks)
     known = {*ends, *range(evidence.world_size or 0)}
-    for records in (stacks, events, evidence.progress, evidence.recordings):
+    for records in (stacks, events, evidence.progress, evidence.recordings, evidence.unanswered):
         known.update(list_ranks(records))
-    calls = match_calls(evidence.recordings, known, all_are_known=evidence.world_size is not None)
+    failed_at = {}
+    for rank, end in ends.items():
+        if end.kind is EndKind.LOST_OTHERS:
+            failed_at[rank] = find_call_site(end.frames)
+    all_are_known = evidence.world_size is not None
+    calls = match_calls(evidence.recordings, known, all_are_known=all_are_known, failed_at=failed_at)
+    ranks = _sort_by_rank(ends, stacks, events, evidence.progress, calls)
+    for rank in list_ranks(evidence.unanswered):
+        known_of_it = ranks.get(rank, ObservedRank(rank))
+        ranks[rank] = replace(known_of_it, is_silent=True)
     return ObservedJob(
         evidence=evidence,
-        ranks=_sort_by_rank(ends, stacks, events, evidence.progress, calls),
+        ranks=dict(sorted(ranks.items())),
         calls=calls,
         waits=find_waits(calls),
         unplaced_ends=tuple(unplaced_ends),

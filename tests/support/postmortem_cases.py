@@ -1,7 +1,7 @@
 """Made evidence of failed jobs: for each class of failure cases with their answer, and near misses."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_lite.postmortem.evidence import EventKind, JobEvidence
 from megatron_lite.postmortem.postmortem_results import FailureKind as Kind
@@ -538,6 +538,62 @@ def connections_of_all_ranks_break() -> JobEvidence:
     job.call()
     follow(job, [0, 1])
     return job.evidence()
+
+
+@case(Expected(Kind.NETWORK, (), "at most medium"))
+def a_library_aborts_after_an_adapter_failed() -> JobEvidence:
+    job = steps(2, backend="nccl")
+    job.event(EventKind.NETWORK_ERROR, "NET/IB: Got completion with status 12", 0.1)
+    job.end(1, exit_code=-6)
+    return job.evidence()
+
+
+@case(Expected(Kind.NEVER_ENTERED, (2,)))
+def libraries_abort_who_waited_too_long() -> JobEvidence:
+    job = steps(3, backend="nccl")
+    job.call(ranks=[0, 1], ended=False)
+    job.stack(2, *SLEEP)
+    for rank in (0, 1):
+        job.end(rank, exit_code=-6, after_s=600.0)
+    return job.evidence()
+
+
+@case(Expected(Kind.NONE, (), "at most medium"))
+def logs_go_on_after_the_recordings() -> JobEvidence:
+    job = steps(2)
+    job.call(ranks=[0], ended=False)
+    job.stack(1, frame(30, "evaluate"))
+    evidence = job.evidence()
+    written_at = {
+        "flight recordings": job.now + 60.0,
+        "dumps of stacks": job.now + 60.0,
+        "console logs": job.now + 90.0,
+    }
+    return replace(evidence, written_at=written_at)
+
+
+@case(Expected(Kind.NEVER_ENTERED, (1,)))
+def a_rank_does_not_answer() -> JobEvidence:
+    job = MadeJob(2)
+    job.stack(0, WAIT, frame(*STEP))
+    job.state(1, "silent")
+    return job.evidence()
+
+
+@case(Expected(Kind.SLOW, (1,), "at most medium"))
+def own_work_of_a_rank_takes_long() -> JobEvidence:
+    job = MadeJob(3)
+    for rank in range(3):
+        job.state(rank, "running", own_step_s=3.0 if rank == 1 else 0.1)
+    return job.evidence(read="records of steps")
+
+
+@case(Expected(Kind.UNKNOWN, (), "at most low"))
+def own_work_of_ranks_differs_little() -> JobEvidence:
+    job = MadeJob(3)
+    for rank in range(3):
+        job.state(rank, "running", own_step_s=0.13 if rank == 1 else 0.1)
+    return job.evidence(read="records of steps")
 
 
 @case(Expected(Kind.SLOW, (1,), "at most medium"))

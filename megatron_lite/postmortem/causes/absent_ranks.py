@@ -87,7 +87,7 @@ def _find_by_records(job: ObservedJob) -> Absence | None:
     """Find who is waited for by what ranks recorded, and by their logs, without what a library says of them."""
     if job.waits:
         return _find_by_recordings(job)
-    for find in (_find_unread_member, _find_by_stacks, _find_by_logs):
+    for find in (_find_unread_member, _find_by_stacks, _find_silent, _find_by_logs):
         absence = find(job)
         if absence is not None:
             return absence
@@ -157,6 +157,13 @@ def _find_named_by_library(job: ObservedJob) -> Absence | None:
     if not named or not waiting:
         return None
     return Absence(tuple(sorted(named)), waiting)
+
+
+def _find_silent(job: ObservedJob) -> Absence | None:
+    """Find ranks that do not answer while others wait."""
+    silent = job.list_in_state("silent")
+    waiting = tuple(rank for rank in job.list_waiting() if rank not in silent)
+    return Absence(silent, waiting) if silent and waiting else None
 
 
 def _find_by_logs(job: ObservedJob) -> Absence | None:

@@ -59,6 +59,8 @@ NEXT_STEPS = {
     FailureKind.DIVERGED: "Look at the batch, the learning rate and the gradients of the steps before.",
 }
 A_KERNEL = "a kernel of the program reads beyond its tensors: CUDA_LAUNCH_BLOCKING=1 names it."
+# a launcher waits so long for its SIGTERM to end a process
+MIN_PATIENCE_S = 5.0
 WHICH_RANK = "which rank it was: torchrun --log-dir DIR --tee 3 marks each line with its rank."
 
 
@@ -194,10 +196,21 @@ def _is_death(job: ObservedJob, end: RankEnd) -> bool:
     gave_up = observed is not None and observed.has_event(EventKind.COLLECTIVE_TIMEOUT)
     if gave_up and end.exit_code in ABORT:
         return False
-    first = find_first_seen(job)
     # a launcher kills whom its SIGTERM does not reach
-    is_after_another = first is not None and first != end.rank and job.list_events(EventKind.LAUNCHER_ENDED_OTHERS)
-    return not (is_after_another and end.exit_code in KILL)
+    return end.exit_code not in KILL or not _was_another_first(job, end)
+
+
+def _was_another_first(job: ObservedJob, end: RankEnd) -> bool:
+    """Whether a launcher saw another rank fail, and then ended the others."""
+    first = find_first_seen(job)
+    if first is None or first == end.rank:
+        return False
+    if job.list_events(EventKind.LAUNCHER_ENDED_OTHERS):
+        return True
+    first_end = job.ranks[first].end if first in job.ranks else None
+    if first_end is None or first_end.at is None or end.at is None:
+        return False
+    return end.at - first_end.at > MIN_PATIENCE_S
 
 
 def _suspect_death(job: ObservedJob, kind: EndKind, code: int, ends: Sequence[RankEnd]) -> Suspicion:

@@ -5,6 +5,7 @@ from itertools import pairwise
 from megatron_lite.postmortem.evidence import EventKind
 from megatron_lite.postmortem.matched_calls import NANOSECONDS, EnteredCall
 from megatron_lite.postmortem.observed_job import ObservedJob
+from megatron_lite.postmortem.rank_ends import EndKind
 from megatron_lite.postmortem.rank_lists import find_earliest
 
 # a wait is out of the ordinary when it lasts so many times as long as the longest pause between calls before
@@ -12,6 +13,11 @@ UNUSUAL = 10.0
 MIN_HANG_S = 2.0
 # of the calls before, the latest: a first step may take minutes
 SHARE_OF_LATEST = 0.5
+# kinds of files
+LOGS = "console logs"
+LOOKS = ("flight recordings", "dumps of stacks", "debug dumps")
+# between times of files
+MIN_LATER_S = 2.0
 # somebody gave up waiting, or ended the job
 ENDING = (
     EventKind.COLLECTIVE_TIMEOUT,
@@ -47,12 +53,24 @@ def measure_wait(job: ObservedJob, call: EnteredCall | None) -> float | None:
 
 
 def is_brief(job: ObservedJob, call: EnteredCall | None) -> bool:
-    """Tell whether a wait is known to have lasted no longer than waits do."""
+    """Tell whether a wait is known to have lasted no longer than waits do, or to have ended."""
+    if has_gone_on(job):
+        return True
     lasted = measure_wait(job, call)
     if call is None or lasted is None:
         return False
     usual_s = _measure_longest_pause(job, call.rank)
     return lasted < max(MIN_HANG_S, UNUSUAL * usual_s)
+
+
+def has_gone_on(job: ObservedJob) -> bool:
+    """Tell whether logs go on, without a word of a failure, after recordings and stacks were made."""
+    has_failed = any(kind is not EventKind.NOT_FINITE for kind in job.events)
+    if has_failed or any(end.kind is not EndKind.WELL for end in job.ends):
+        return False
+    logged = [at for kind, at in job.evidence.written_at.items() if kind == LOGS]
+    made = [at for kind, at in job.evidence.written_at.items() if kind in LOOKS]
+    return bool(logged and made) and logged[0] - max(made) > MIN_LATER_S
 
 
 def _measure_longest_pause(job: ObservedJob, rank: int) -> float:
