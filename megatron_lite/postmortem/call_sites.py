@@ -80,6 +80,8 @@ class StackPlace:
     innermost: str
     # only names of files or functions speak for the activity
     is_guess: bool = False
+    # the thread uses no core, or its process is stopped; None where the writer does not tell
+    is_idle: bool | None = None
 
 
 def is_of_program(frame: StackFrame) -> bool:

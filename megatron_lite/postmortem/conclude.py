@@ -32,6 +32,7 @@ from megatron_lite.postmortem.causes.process_errors import (
 )
 from megatron_lite.postmortem.causes.slow_ranks import find_slow_ranks
 from megatron_lite.postmortem.causes.unheard_ranks import find_unheard_ranks
+from megatron_lite.postmortem.causes.wait_times import MIN_HANG_S
 from megatron_lite.postmortem.causes.well import find_good_end, find_progress, find_silence
 from megatron_lite.postmortem.evidence import EventKind, JobEvidence
 from megatron_lite.postmortem.observed_job import ObservedJob, observe_job
@@ -231,10 +232,19 @@ def _explains_wait(one: Suspicion, other: Suspicion) -> bool:
     return places.get(one.kind, len(order)) < places.get(other.kind, len(order))
 
 
+def _is_end_of_hang(one: Suspicion, wait: Suspicion) -> bool:
+    """Whether a process was killed only after others had waited for long, as whoever ends a hung job does it."""
+    if not one.is_kill or wait.is_brief or wait.onset is None or one.onset is None:
+        return False
+    return one.onset - wait.onset > MIN_HANG_S
+
+
 def _ends_wait(one: Suspicion, wait: Suspicion) -> bool:
     """Whether what befell a rank explains why others wait: it is awaited, or it came before the waiting."""
     if one.kind is FailureKind.PREEMPTED:
         return wait.is_brief or (not _is_much_later(one, wait) and wait.onset is not None and one.onset is not None)
+    if _is_end_of_hang(one, wait):
+        return False
     if not wait.ranks or wait.kind is FailureKind.NETWORK or set(one.ranks) & set(wait.ranks):
         return not one.is_abort or wait.kind not in (*DISAGREEMENTS, FailureKind.NETWORK)
     if one.is_abort and not set(one.ranks) & set(wait.ranks):

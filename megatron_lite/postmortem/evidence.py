@@ -262,7 +262,7 @@ class RankProgress:
     own_step_s: float | None = None
     # coordinates in the layout: "pp 1, tp 0"; "" where all ranks hold the same
     place: str = ""
-    # the process: running, stopped, dead; silent: it was asked and does not answer
+    # the process: running, stopped, dead
     process_state: str | None = None
 
 

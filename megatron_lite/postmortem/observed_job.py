@@ -33,8 +33,6 @@ class ObservedRank:
     stacks: tuple[ProcessStacks, ...] = ()
     events: tuple[LogEvent, ...] = ()
     progress: tuple[RankProgress, ...] = ()
-    # it was asked, and did not answer
-    is_silent: bool = False
 
     @property
     def host(self) -> str:
@@ -51,7 +49,7 @@ class ObservedRank:
         for stacks in reversed(self.stacks):
             thread = find_main_thread(stacks)
             if thread is not None and thread.frames:
-                return find_place(thread.frames)
+                return replace(find_place(thread.frames), is_idle=thread.is_idle)
         return None
 
     @property
@@ -78,7 +76,7 @@ class ObservedRank:
         for one in reversed(self.progress):
             if one.process_state:
                 return one.process_state
-        return "silent" if self.is_silent else None
+        return None
 
     def has_event(self, kind: EventKind) -> bool:
         """Tell whether its log has a line of a kind."""
@@ -190,8 +188,7 @@ def observe_job(evidence: JobEvidence) -> ObservedJob:
     calls = match_calls(evidence.recordings, known, all_are_known=all_are_known, failed_at=failed_at)
     ranks = _sort_by_rank(ends, stacks, events, evidence.progress, calls)
     for rank in list_ranks(evidence.unanswered):
-        known_of_it = ranks.get(rank, ObservedRank(rank))
-        ranks[rank] = replace(known_of_it, is_silent=True)
+        ranks.setdefault(rank, ObservedRank(rank))
     return ObservedJob(
         evidence=evidence,
         ranks=dict(sorted(ranks.items())),

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from megatron_lite.postmortem.evidence import EventKind, JobEvidence
+from megatron_lite.postmortem.evidence import EventKind, JobEvidence, RankProgress
 from megatron_lite.postmortem.postmortem_results import FailureKind as Kind
 from support.evidence_maker import LOADER, STEP, WAIT, MadeJob, frame
 
@@ -52,8 +52,17 @@ def a_rank_sleeps() -> JobEvidence:
     job = steps(4)
     job.call(ranks=[0, 1, 3], ended=False)
     job.stack(2, *SLEEP)
+    job.state(2, "running")
     for rank in (0, 1, 3):
         job.stack(rank, WAIT, frame(*STEP))
+    return job.evidence()
+
+
+@case(Expected(Kind.NEVER_ENTERED, (2,), "at most medium", "train.py:33 in prepare"))
+def a_rank_sleeps_or_is_stopped() -> JobEvidence:
+    job = steps(4)
+    job.call(ranks=[0, 1, 3], ended=False)
+    job.stack(2, *SLEEP)
     return job.evidence()
 
 
@@ -100,6 +109,7 @@ def a_chain_over_groups() -> JobEvidence:
     job.call(ranks=[2], group="2", ended=False)
     job.call(ranks=[0, 1], ended=False)
     job.stack(3, *SLEEP)
+    job.state(3, "running")
     return job.evidence()
 
 
@@ -573,11 +583,20 @@ def logs_go_on_after_the_recordings() -> JobEvidence:
 
 
 @case(Expected(Kind.NEVER_ENTERED, (1,)))
-def a_rank_does_not_answer() -> JobEvidence:
-    job = MadeJob(2)
-    job.stack(0, WAIT, frame(*STEP))
-    job.state(1, "silent")
+def a_hung_rank_is_killed_in_the_end() -> JobEvidence:
+    job = steps(2)
+    job.call(ranks=[0], ended=False)
+    job.stack(1, *SLEEP, after_s=20.0)
+    job.end(1, exit_code=-9, after_s=31.0)
     return job.evidence()
+
+
+@case(Expected(Kind.DIED, (1,), "at most low"))
+def a_process_is_gone_and_nothing_tells_of_the_others() -> JobEvidence:
+    job = MadeJob(2)
+    job.state(1, "dead")
+    job.progress.append(RankProgress("steps.jsonl", 0, step=4))
+    return job.evidence(read="records of runs")
 
 
 @case(Expected(Kind.SLOW, (1,), "at most medium"))

@@ -50,6 +50,7 @@ NEXT_STEPS = {
 RECORD = "Run it under `megatron-lite watch -- COMMAND`, which records collectives and stacks of all ranks."
 ELSE_STUCK = "all ranks of the group have entered it, and the network or a kernel does not go on."
 WHICH_MEMBERS = "which ranks the group has: those that recorded a call in it are taken."
+WHICH_STATE = "the state of its process (ps -o stat= -p PID): a stopped one (T) stands at any line."
 WHICH_CALL = "flight recordings (TORCH_FR_BUFFER_SIZE=2000): the call in which the others wait."
 ONLY_LOGS = "flight recordings and stacks: logs alone do not tell who entered which call."
 
@@ -87,7 +88,7 @@ def _find_by_records(job: ObservedJob) -> Absence | None:
     """Find who is waited for by what ranks recorded, and by their logs, without what a library says of them."""
     if job.waits:
         return _find_by_recordings(job)
-    for find in (_find_unread_member, _find_by_stacks, _find_silent, _find_by_logs):
+    for find in (_find_unread_member, _find_by_stacks, _find_by_logs):
         absence = find(job)
         if absence is not None:
             return absence
@@ -159,13 +160,6 @@ def _find_named_by_library(job: ObservedJob) -> Absence | None:
     return Absence(tuple(sorted(named)), waiting)
 
 
-def _find_silent(job: ObservedJob) -> Absence | None:
-    """Find ranks that do not answer while others wait."""
-    silent = job.list_in_state("silent")
-    waiting = tuple(rank for rank in job.list_waiting() if rank not in silent)
-    return Absence(silent, waiting) if silent and waiting else None
-
-
 def _find_by_logs(job: ObservedJob) -> Absence | None:
     """Find ranks that gave up on nobody while others say that they waited too long."""
     gave_up = set()
@@ -201,6 +195,9 @@ def _suspect(job: ObservedJob, absence: Absence) -> Suspicion:
     kind, why = _choose_kind(job, absence, place)
     site = place.call_site if place else _find_last_site(job, ranks)
     confidence, missing, alternatives = _weigh(absence, place)
+    if place is not None and place.activity is Activity.RUNS and not _is_known_to_run(job, ranks):
+        confidence = min(confidence, Confidence.MEDIUM)
+        missing = (*missing, WHICH_STATE)
     remedy = NEXT_STEPS[kind].format(site=site or "its last calls", who=who)
     has_records = bool(job.calls.recordings and job.places)
     return Suspicion(
@@ -218,6 +215,17 @@ def _suspect(job: ObservedJob, absence: Absence) -> Suspicion:
         is_wait=True,
         is_brief=is_brief(job, call),
     )
+
+
+def _is_known_to_run(job: ObservedJob, ranks: Sequence[int]) -> bool:
+    """Whether a rank's process is known not to be stopped, as it may be at any line: its state, or a core that it
+    uses."""
+    for rank in ranks:
+        one = job.ranks.get(rank)
+        is_busy = one is not None and one.place is not None and one.place.is_idle is False
+        if one is not None and (is_busy or one.process_state == "running" or one.end is not None):
+            return True
+    return False
 
 
 def _describe_absence(job: ObservedJob, absence: Absence, kind: FailureKind) -> str:

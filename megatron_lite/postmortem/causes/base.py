@@ -55,6 +55,8 @@ class Suspicion:
     is_wait: bool = False
     # the failed process was ended by SIGABRT: libraries do so after an error of theirs
     is_abort: bool = False
+    # the failed process was ended by SIGKILL: whoever ends a job that hangs sends it, too
+    is_kill: bool = False
     # what is written where it only followed; "" for the headline
     short: str = ""
     # ends no job by itself: a loss that is not finite may be one of many

@@ -19,7 +19,7 @@ from megatron_lite.postmortem.evidence import EventKind, LogEvent, StackFrame
 from megatron_lite.postmortem.observed_job import ObservedJob, ObservedRank
 from megatron_lite.postmortem.postmortem_results import Fact, FailureKind
 from megatron_lite.postmortem.rank_ends import ABORT, KILL, EndKind, RankEnd, name_signal
-from megatron_lite.postmortem.rank_lists import find_earliest, list_ranks
+from megatron_lite.postmortem.rank_lists import find_earliest, list_ranks, name_ranks
 
 DEVICE_MEMORY = re.compile(
     r"OutOfMemoryError|(?:CUDA|HIP|XPU|MPS) out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|"
@@ -185,7 +185,22 @@ def _suspect_loss(job: ObservedJob, gone: tuple[int, ...]) -> Suspicion:
         hosts=tuple(sorted({job.ranks[rank].host for rank in gone if job.ranks[rank].host})),
     )
     look = "The launcher's summary names the signal or exit code; `dmesg -T | grep -i oom` on its machine, a kill."
-    return replace(_name_killers(job, suspicion), next_steps=(look,))
+    suspicion = replace(_name_killers(job, suspicion), next_steps=(look,))
+    unknown = [rank for rank, one in job.ranks.items() if rank not in gone and not _is_heard_of(job, one)]
+    if not unknown:
+        return suspicion
+    missing = f"what became of {name_ranks(unknown)}."
+    return replace(
+        suspicion,
+        confidence=Confidence.LOW,
+        missing=(missing, *suspicion.missing),
+        alternatives=(*suspicion.alternatives, "the job was ended as a whole."),
+    )
+
+
+def _is_heard_of(job: ObservedJob, one: ObservedRank) -> bool:
+    """Whether something tells what became of a rank: its end, its state, or that it waits."""
+    return one.end is not None or one.process_state is not None or one.rank in job.list_waiting()
 
 
 def _is_death(job: ObservedJob, end: RankEnd) -> bool:
@@ -236,6 +251,7 @@ def _suspect_death(job: ObservedJob, kind: EndKind, code: int, ends: Sequence[Ra
         onset=find_earliest(end.at for end in ends),
         hosts=tuple(sorted({end.host for end in ends if end.host})),
         is_abort=code in ABORT,
+        is_kill=code in KILL,
         call_site=find_call_site(with_frames[0].frames) if with_frames else "",
     )
     if code in KILL:
