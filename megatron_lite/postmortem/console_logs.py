@@ -86,7 +86,7 @@ KERNEL_LINE = re.compile(
 )
 # as Megatron-LM, torch's barriers and flags, NCCL, Lightning and accelerate say it
 WORLD_SIZE = re.compile(
-    r"(?:using world size: |\bworld_size=|\bcomm 0x\w+ rank \d+ nranks |MEMBER: \d+/|Num processes: )"
+    r"(?:using world size: |\bworld_size=|\bcomm 0x\w+ rank (?P<rank>\d{1,7}) nranks |MEMBER: \d+/|Num processes: )"
     r"(?P<size>\d{1,7})\b"
 )
 # a data loader's worker that dies by a bus error writes one behind its last words
@@ -208,6 +208,8 @@ class LogReader:
         # of prefixes without a rank; None where they stood in front of lines of several ranks
         self._ranks_of: dict[LineOrigin, int | None] = {}
         self._world_size: int | None = None
+        # by host and pid: how many ranks the largest communicator of NCCL has, and the process' rank in it
+        self._communicators: dict[tuple[str, int], tuple[int, int]] = {}
         self._has_launcher = False
         # what stands in front of the first lines
         self._head: list[LineOrigin] = []
@@ -329,6 +331,11 @@ class LogReader:
         found = WORLD_SIZE.search(line)
         if found:
             self._world_size = max(self._world_size or 0, min(int(found["size"]), MAX_RANKS)) or None
+        head = NCCL_HEAD.search(line) if found and found["rank"] else None
+        if found and head and len(self._communicators) < MAX_PROCESSES:
+            process = (head["host"], int(head["pid"]))
+            told = (int(found["size"]), int(found["rank"]))
+            self._communicators[process] = max(told, self._communicators.get(process, told))
 
     def _note_events(self, origin: LineOrigin, stream: LineOrigin, line: str) -> None:
         """Keep what the line tells."""
@@ -455,7 +462,17 @@ class LogReader:
             is_labeled=self._is_labeled(),
             locals_are_ranks=self._is_of_one_node(),
             ranks_of=self._ranks_of,
+            ranks_of_processes=self._list_ranks_of_processes(),
         )
+
+    def _list_ranks_of_processes(self) -> dict[tuple[str, int], int]:
+        """The ranks by host and pid, as the communicator of all ranks has them; those of smaller ones count alone."""
+        ranks = {}
+        for process, (size, rank) in self._communicators.items():
+            if size == self._world_size:
+                ranks[process] = rank
+        # of two communicators of that size one may be a group of some ranks
+        return ranks if len(set(ranks.values())) == len(ranks) else {}
 
     def _is_labeled(self) -> bool:
         """Whether nearly all of the first lines have srun's number of their process in front of them."""
@@ -533,6 +550,8 @@ class _Naming:
     locals_are_ranks: bool
     # of other prefixes that stood in front of a line together with a rank
     ranks_of: dict[LineOrigin, int | None]
+    # by host and pid, as NCCL names them
+    ranks_of_processes: dict[tuple[str, int], int]
 
     def find_rank(self, origin: LineOrigin) -> int | None:
         """The rank of a process; None where nothing tells it."""
@@ -562,6 +581,8 @@ class _Naming:
         if found.local_rank is not None:
             return replace(event, rank=found.local_rank if self.locals_are_ranks else None)
         rank = self.find_rank(found.origin)
+        if rank is None and event.host is not None and event.pid is not None:
+            rank = self.ranks_of_processes.get((event.host, event.pid))
         # ranks of a group are those of the job in the group of all, which is also meant where none is named
         if rank is None and event.group in ("", "0"):
             rank = found.group_rank

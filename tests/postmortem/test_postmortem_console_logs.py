@@ -151,6 +151,17 @@ def test_logs_may_tell_the_number_of_ranks(line, size):
     assert parse_lines(["first", line, "rank 0 nranks 2"]).world_size == size
 
 
+def test_processes_of_nccl_have_the_rank_of_the_communicator_of_all():
+    said = "node{node}:{pid}:9 [0] NCCL INFO ncclCommInitRank comm 0x55 rank {rank} nranks {size} cudaDev 0 nvmlDev 0"
+    lines = [said.format(node=rank // 2, pid=100 + rank, rank=rank, size=4) for rank in range(4)]
+    # groups of two
+    lines += [said.format(node=rank // 2, pid=100 + rank, rank=rank % 2, size=2) for rank in range(4)]
+    lost = "node1:103:20 [1] misc/socket.cc:71 NCCL WARN socketProgress: Connection closed by remote peer node0<42831>"
+    assert parse_lines([*lines, lost]).events[0].rank == 3
+    # which of two groups of this size has all ranks is not known
+    assert parse_lines([*lines[4:], lost]).events[0].rank is None
+
+
 def test_lines_in_json_of_a_container_are_unwrapped(tmp_path):
     path = tmp_path / "abc-json.log"
     line = '{"log":"[rank3]: LINE\\n","stream":"stderr","time":"2024-05-01T12:00:00.5Z"}\n'
