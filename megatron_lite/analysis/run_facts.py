@@ -1,5 +1,6 @@
 """Facts of one run, all that was found out about it, for the rules and the renderers."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -7,6 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from megatron_lite.analysis.core_use import CoreShortage
+from megatron_lite.analysis.gpu_clocks import GpuClock, list_gpu_clocks
 from megatron_lite.analysis.intervals import Numbers
 from megatron_lite.analysis.memory.memory_results import MeasuredCategory, Snapshot, TraceMemory
 from megatron_lite.analysis.rank_facts import RankFacts
@@ -219,6 +221,11 @@ class Facts:
         of_ranks = {trace.rank or 0: trace.hardware for trace in self.traces if trace.hardware is not None}
         by_lines = self.run.hardware if self.run else WITHOUT_HARDWARE
         return complete_hardware(by_lines, of_ranks)
+
+    @cached_property
+    def gpu_clocks(self) -> tuple[GpuClock, ...]:
+        """Clocks of the ranks' GPUs, the lowest first; none where they were not sampled."""
+        return tuple(sorted(list_gpu_clocks(self.ranks_hardware), key=lambda one: (one.mhz or math.inf, one.rank)))
 
     @cached_property
     def every_step(self) -> EveryStep | None:

@@ -7,7 +7,6 @@ from functools import partial
 import numpy as np
 
 from megatron_lite.analysis.findings.base import Finding
-from megatron_lite.analysis.gpu_clocks import list_gpu_clocks
 from megatron_lite.analysis.ranks.rank_results import RankComparison, RankRow, Straggler
 from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.run.hardware import RanksHardware
@@ -210,8 +209,7 @@ def _build_rank_table(rows: Sequence[RankRow], hidden: int) -> Table:
 
 def hardware_section(report: Report, everything: bool) -> Section | None:
     """Build a row per GPU that was sampled, lowest clock first, and say what the samples cost."""
-    hardware = report.facts.ranks_hardware
-    gpus = sorted(list_gpu_clocks(hardware), key=lambda one: (one.mhz or math.inf, one.rank))
+    gpus = report.facts.gpu_clocks
     if not gpus:
         return None
     shown, hidden = limit_rows(gpus, MAX_RANK_ROWS, everything)
@@ -232,7 +230,9 @@ def hardware_section(report: Report, everything: bool) -> Section | None:
     head = ["rank", "MHz", "of", "deg C", "W", "of", "slowed", "held by"]
     table = Table(rows, "r" * 7 + "l", head, hidden=hidden)
     subtitle = "of each rank, while it worked: mean clock and power, highest temperature"
-    return Section("hardware", "GPUs", subtitle, [table, Lines(_describe_samples(hardware), quiet=True)])
+    return Section(
+        "hardware", "GPUs", subtitle, [table, Lines(_describe_samples(report.facts.ranks_hardware), quiet=True)]
+    )
 
 
 def _write_whole(value: float | None) -> str:
