@@ -21,10 +21,9 @@ from megatron_lite.errors import ConfigError, UserError, describe_memory_error, 
 from megatron_lite.machine import read_machine
 from megatron_lite.model.custom_model import find_custom_model
 from megatron_lite.observers import Observers, Planner
-from megatron_lite.parallel.layers import keep_compiled, no_compiler
-from megatron_lite.parallel.process_group import find_device, process_group
+from megatron_lite.parallel.layers import no_compiler
+from megatron_lite.parallel.process_group import process_group
 from megatron_lite.parallel.watchdog import LauncherWatch
-from megatron_lite.process_state import keep_freed_memory
 from megatron_lite.rank_errors import end_with_error, tell_error, write_error_file
 from megatron_lite.run_folder import default_run_dir
 from megatron_lite.train.checkpoint_checks import require_checkpoint, reserve_save
@@ -32,6 +31,7 @@ from megatron_lite.train.console import set_up_logging
 from megatron_lite.train.data_streams import DataStreams
 from megatron_lite.train.log import Log
 from megatron_lite.train.loop import Progress
+from megatron_lite.train.prepare_torch import prepare_torch
 from megatron_lite.train.run import run
 from megatron_lite.train.step_metrics import StepMetrics
 from megatron_lite.units import counted
@@ -102,7 +102,7 @@ def _run(argv: list[str], planner: Planner, world: World, launcher: LauncherWatc
     machine = read_machine()
     for remark in (*remarks(line, world), *hints(plan, os.environ, machine)):
         logger.info(f"  note: {remark}")
-    keeps_memory = _prepare_torch(plan)
+    keeps_memory = prepare_torch(plan)
     observers = Observers(plan, machine, planner)
     _log_choices(plan, observers, keeps_memory)
     streams = DataStreams(plan)  # damaged or unfitting data is told before ranks meet and files are made
@@ -123,19 +123,6 @@ def _run(argv: list[str], planner: Planner, world: World, launcher: LauncherWatc
                 observers.record.exit_reason = exit_reason
         logger.info(f"[{exit_reason}]" if exit_reason else f"  done: {run_dir}")
         observers.report()
-
-
-def _prepare_torch(plan: Plan) -> bool:
-    """Returns whether the C library keeps freed memory; False on GPUs, which have an allocator of their own."""
-    if plan.device == "cuda":
-        # before anything asks for "the" GPU, which would be the first one
-        torch.cuda.set_device(find_device(plan.device, plan.world))
-    if plan.compilation.layers:
-        keep_compiled(os.environ)
-    if plan.args.training.deterministic_mode:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-    return plan.device == "cpu" and keep_freed_memory()
 
 
 def _log_choices(plan: Plan, observers: Observers, keeps_memory: bool) -> None:

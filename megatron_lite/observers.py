@@ -12,7 +12,7 @@ import torch
 from megatron_lite.checkpoint.find import chosen
 from megatron_lite.config.model_size import count_parameters
 from megatron_lite.config.plan import Plan
-from megatron_lite.errors import CheckpointError, attach_explanation, get_explanation
+from megatron_lite.errors import CheckpointError, DivergedError, attach_explanation, get_explanation
 from megatron_lite.formats.hardware import peak_tflops
 from megatron_lite.formats.run_record import Prediction
 from megatron_lite.instruments.base import Instruments
@@ -100,7 +100,11 @@ class Observers:
         sampled = None if self._hardware is None else self._hardware.describe()
         self.record = RunRecorder(plan, run_dir, parameters, self._peak_tflops, self._prediction.record, sampled)
         with self.record, Instruments(members, _log_on_every_rank) as self.instruments:
-            yield
+            try:
+                yield
+            except DivergedError as error:
+                replay = f"megatron-lite replay {run_dir} --step {error.iteration}"
+                raise DivergedError(f"{error} {replay} finds out why.", error.iteration) from None
 
     def make_log(self, metrics: StepMetrics, progress: Progress) -> Log:
         """The log of a run that goes on from `progress`."""

@@ -60,6 +60,10 @@ COMMANDS = {  # name: (module and function, which takes argv and may return an e
         "cli.prove:run",
         "check that a parallel script, or layout, computes what one rank computes",
     ),
+    "replay": (
+        "cli.replay:run",
+        "run a step of a training again: did data, numerics, rate or hardware make it fail",
+    ),
     "audit": ("cli.report:audit", "check a profiled run against 19 performance questions"),
 }
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it

@@ -19,8 +19,9 @@ from megatron_lite.analysis.equality.wholes import write_weights
 from megatron_lite.cli.own_layouts import give_to_one_rank, is_own, read_layout, share_vocabulary
 from megatron_lite.cli.parser import END, Parser, write_json
 from megatron_lite.cli.planned_run import split_options
+from megatron_lite.cli.rank_processes import TIMEOUT_S, RunLimits
 from megatron_lite.cli.ranked_commands import RankedCommand, read_command
-from megatron_lite.cli.recorded_runs import TIMEOUT_S, RunLimits, record_run
+from megatron_lite.cli.recorded_runs import record_run
 from megatron_lite.errors import UserError
 from megatron_lite.formats.prove_record import FED_FILE, WEIGHTS_FILE, Feed
 from megatron_lite.formats.prove_report import NOTHING_COMPARED, ProofReport

@@ -11,6 +11,7 @@ from megatron_lite.config.plan import Plan
 from megatron_lite.data.build import Dataset, DataSpec, build_datasets
 from megatron_lite.data.external import ExternalStreams
 from megatron_lite.data.loader import batches, cyclic_batches, epoch_batches, require_block, single_batches
+from megatron_lite.data.sample_pieces import SamplePiece, find_pieces
 from megatron_lite.errors import DataError
 from megatron_lite.train.loop import Progress
 from megatron_lite.units import count
@@ -57,6 +58,17 @@ class DataStreams:
         batch = self.plan.batch
         wanted = batch.samples(self.plan.train_iters) - batch.samples(progress.iteration)
         return self._stream("train", progress.consumed, wanted)
+
+    def draw_samples(self, consumed: int) -> Iterator[list[int]] | None:
+        """Draw the numbers of the samples of training that this rank takes from sample `consumed` on, a micro-batch at
+        a time; None where a loader of the user's own draws them."""
+        if not isinstance(self._streams, _DatasetStreams):
+            return None
+        return self._streams.draw("train", consumed)
+
+    def find_pieces(self, sample: int) -> list[SamplePiece]:
+        """Find the pieces of documents in a sample of training; [] where they are unknown."""
+        return self._data_sets.find_pieces(sample)
 
     def validation(self, progress: Progress) -> Iterator[Tensor]:
         """Open the stream of validation, from the first sample on that earlier evaluations have not used.
@@ -136,6 +148,20 @@ class _DatasetStreams:
         indices = epoch_batches(len(dataset), self._get_micro_batch(split), layout.data_rank, layout.data)
         return batches(dataset, indices, num_workers=self.plan.loader_workers, pin=self.plan.device == "cuda")
 
+    def draw(self, split: str, consumed: int) -> Iterator[list[int]]:
+        """Draw the numbers of this rank's samples of each micro-batch, from sample `consumed` of all ranks on."""
+        plan = self.plan
+        d = plan.args.data
+        samples = len(self._find(split))
+        place = (self._get_micro_batch(split), plan.layout.data_rank, plan.layout.data)
+        if d.dataloader_type == "cyclic":
+            return cyclic_batches(samples, consumed, *place, data_sharding=d.data_sharding)
+        return single_batches(samples, consumed, *place)
+
+    def find_pieces(self, sample: int) -> list[SamplePiece]:
+        """Find the pieces of documents in a sample of training."""
+        return find_pieces(self._find("train"), sample)
+
     def stream(self, split: str, consumed: int, wanted: int) -> Iterator[Tensor]:
         """Open a stream of batches from sample `consumed` on.
 
@@ -145,23 +171,19 @@ class _DatasetStreams:
         plan = self.plan
         d = plan.args.data
         dataset = self._find(split)
-        place = (self._get_micro_batch(split), plan.layout.data_rank, plan.layout.data)
-        if d.dataloader_type == "cyclic":
-            indices = cyclic_batches(len(dataset), consumed, *place, data_sharding=d.data_sharding)
-        else:
-            indices = single_batches(len(dataset), consumed, *place)
-            if consumed + wanted > len(dataset):
-                # after a resume with other flags: the data set is as long as today's flags take from its start
-                wish = f"the {count(consumed)} consumed so far and {count(wanted)} to come"
-                found = f"{split} data: {count(len(dataset))} samples are fewer than {wish}"
-                if split == "train":
-                    raise DataError(
-                        f"{found}; resume with the --global-batch-size of the run that was saved, or add --finetune to "
-                        "begin with the first sample."
-                    )
-                logger.info(f"  {found}; after the last one evaluations begin with the first again")
-                again = (single_batches(len(dataset), 0, *place) for _ in itertools.count())
-                indices = itertools.chain(indices, itertools.chain.from_iterable(again))
+        indices = self.draw(split, consumed)
+        if d.dataloader_type != "cyclic" and consumed + wanted > len(dataset):
+            # after a resume with other flags: the data set is as long as today's flags take from its start
+            wish = f"the {count(consumed)} consumed so far and {count(wanted)} to come"
+            found = f"{split} data: {count(len(dataset))} samples are fewer than {wish}"
+            if split == "train":
+                raise DataError(
+                    f"{found}; resume with the --global-batch-size of the run that was saved, or add --finetune to "
+                    "begin with the first sample."
+                )
+            logger.info(f"  {found}; after the last one evaluations begin with the first again")
+            again = (self.draw(split, 0) for _ in itertools.count())
+            indices = itertools.chain(indices, itertools.chain.from_iterable(again))
         return batches(dataset, indices, num_workers=plan.loader_workers, pin=plan.device == "cuda")
 
 

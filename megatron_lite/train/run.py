@@ -67,7 +67,7 @@ def run(plan: Plan, streams: DataStreams, eod: int | None, instruments: RunObser
         Why training ended before its last iteration, or None.
     """
     device = find_device(plan.device, plan.world)
-    replica, optimizer = _build(plan, device, instruments)
+    replica, optimizer = build_training(plan, device, instruments)
     progress = Progress()
     checkpoints = Checkpoints(plan, replica, optimizer, device)
     checkpoints.load(progress)
@@ -124,8 +124,14 @@ def _list_hooks(plan: Plan, validation: Evaluation | None, saving: SaveHook) -> 
     return [*hooks, saving, GarbageCollectionHook(plan.args.training)]
 
 
-def _build(plan: Plan, device: torch.device, instruments: RunObserver) -> tuple[Replica, Optimizer]:
-    """Build this rank's replica and its optimizer, log what they are, and seed what training draws. Collective."""
+def build_training(plan: Plan, device: torch.device, instruments: RunObserver) -> tuple[Replica, Optimizer]:
+    """Build this rank's replica and its optimizer, log what they are, and seed what training draws. Collective.
+
+    Args:
+        plan: This rank's plan.
+        device: This rank's device.
+        instruments: Told where this rank waits for another stage.
+    """
     groups = make_groups(plan, device)
     groups.pipeline.tell = instruments.wait_for_stage
     replica = build_replica(plan, groups, RealBackend(device))

@@ -38,6 +38,7 @@ LEVELS = [  # bottom up: what stands together does not know each other
         "shared_files",
         "pickle_bounds",
         "tensor_holders",
+        "step_failure",
     },
     {"plain_pickles"},
     {"config", "user_functions", "caching_allocator", "postmortem"},
@@ -47,7 +48,7 @@ LEVELS = [  # bottom up: what stands together does not know each other
     {"data", "parallel", "optim", "checkpoint"},
     {"instruments"},
     {"train", "analysis", "convert"},
-    {"report", "walk", "observers", "generate", "watch", "script_record"},
+    {"report", "walk", "observers", "replay", "generate", "watch", "script_record"},
     {"app", "cli", "run_planner", "notebook", "rehearsal"},
     {"__main__", "script_walk"},
 ]
@@ -75,6 +76,7 @@ UNFOLDED = {
     "walk": 9.1,
     "script_walk": 8.6,
     "script_record": 9.6,
+    "replay": 9.8,
     "postmortem": 9.7,
     "data": 9.9,
     "model": 9.9,
@@ -91,6 +93,7 @@ UNFOLDED = {
     "analysis/findings": 9.9,
     "analysis/equality": 9.9,
     "analysis/graph": 10.0,
+    "analysis/replay": 9.9,
     "analysis/.": 10.0,
 }
 # Folders whose docstrings stand alone, as those of the files in no folder do. The list only grows.
@@ -101,6 +104,7 @@ DOCUMENTED = (
     "report",
     "watch",
     "postmortem",
+    "replay",
     "instruments",
     "checkpoint",
     "convert",
@@ -119,6 +123,7 @@ DOCUMENTED = (
     "analysis/compare",
     "analysis/equality",
     "analysis/graph",
+    "analysis/replay",
     "analysis/kernels",
     "analysis/run",
     "analysis/.",

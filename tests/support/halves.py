@@ -14,6 +14,7 @@ HALVES = {
         "generate",
         "observers",
         "train",
+        "replay",
         "app",
         "smoke",
         "tensor_holders",
