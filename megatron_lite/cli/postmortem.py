@@ -1,5 +1,6 @@
 """`megatron-lite postmortem` says why a job failed or hangs, from what it left behind."""
 
+import gc
 import sys
 from pathlib import Path
 
@@ -36,6 +37,8 @@ def run(argv: list[str]) -> None:
     add("--all", action="store_true", help="all facts, and all ranks")
     options = parser.parse_args(argv)
     evidence = collect_evidence([_find_path(path) for path in options.paths])
+    # what was read stays: collections need not walk it
+    gc.freeze()
     if not evidence.read:
         raise UserError(_describe_nothing(options.paths, evidence))
     found = conclude(evidence)

@@ -177,9 +177,8 @@ def _rank_suspicion(suspicion: Suspicion, first_seen: int | None) -> tuple[bool,
 def explains(one: Suspicion, other: Suspicion) -> bool:
     """Tell whether one cause makes another one a mere consequence."""
     if other.kind is FailureKind.NONE:
-        # whoever waits no longer than usual goes on
-        return not one.is_brief
-    if one.kind is FailureKind.NONE and other.is_brief:
+        return not _is_over(other, one)
+    if one.kind is FailureKind.NONE and _is_over(one, other):
         return True
     if one.kind is FailureKind.NONE or one.may_be_harmless:
         return False
@@ -201,6 +200,11 @@ def explains(one: Suspicion, other: Suspicion) -> bool:
 def _is_reason(one: Suspicion, other: Suspicion) -> bool:
     """Whether one is of a kind that makes the other, at the same place. What ranks wait for, others tell."""
     return not one.is_wait and other.kind in REASONS.get(one.kind, ()) and _are_together(one, other)
+
+
+def _is_over(well: Suspicion, other: Suspicion) -> bool:
+    """Whether a job that is well shows that a wait, or a disagreement, did no harm: it was brief, or all ended well."""
+    return other.is_brief or (other.is_wait and well.confidence is Confidence.HIGH)
 
 
 def _are_together(one: Suspicion, other: Suspicion) -> bool:
@@ -274,9 +278,13 @@ def _write_postmortem(
     serious = [one for one in rivals if not one.may_be_harmless]
     if serious:
         confidence = min(confidence, Confidence.MEDIUM if _is_clearly_first(cause, serious) else Confidence.LOW)
+    corroboration = _corroborate(job, cause)
+    if cause.kind is not FailureKind.NONE and job.list_unknown(job.ranks) and not corroboration:
+        # a rank of which nothing was read may have failed before
+        confidence = min(confidence, Confidence.MEDIUM)
     missing = [*cause.missing, *_list_missing(job, cause)]
     alternatives = [*cause.alternatives, *(f"{one.kind.value}: {one.headline}" for one in rivals)]
-    evidence = [*cause.evidence, *_corroborate(job, cause)]
+    evidence = [*cause.evidence, *corroboration]
     return Postmortem(
         kind=cause.kind,
         ranks=cause.ranks,

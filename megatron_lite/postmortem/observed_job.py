@@ -17,9 +17,11 @@ from megatron_lite.postmortem.evidence import (
 )
 from megatron_lite.postmortem.matched_calls import MatchedCalls, match_calls
 from megatron_lite.postmortem.rank_ends import EndKind, RankEnd, unite_ends
-from megatron_lite.postmortem.rank_lists import UNNAMED, list_ranks, name_ranks
+from megatron_lite.postmortem.rank_lists import UNNAMED, find_earliest, list_ranks, name_ranks
 from megatron_lite.postmortem.waits import Roots, Wait, find_roots, find_waits
 
+# an error of hardware may need so long to show in a process, by a timeout
+LONG_BEFORE_S = 7200.0
 Placed = TypeVar("Placed", ProcessEnd, LogEvent, ProcessStacks)
 OfProcess = ProcessEnd | LogEvent | ProcessStacks | RankProgress
 
@@ -99,6 +101,18 @@ class ObservedJob:
         """List the lines of logs of some kinds, earliest first."""
         found = [event for kind in kinds for event in self.events.get(kind, ())]
         return sorted(found, key=_order_events)
+
+    def list_recent_events(self, kind: EventKind) -> list[LogEvent]:
+        """List the lines of a kind in logs that reach far back, without those of long before the job failed."""
+        failed = [end.at for end in self.ends]
+        for other, events in self.events.items():
+            if other is not kind:
+                failed += [event.at for event in events]
+        first = find_earliest(failed)
+        events_of_kind = self.list_events(kind)
+        if first is None:
+            return events_of_kind
+        return [event for event in events_of_kind if event.at is None or event.at >= first - LONG_BEFORE_S]
 
     @cached_property
     def ends(self) -> list[RankEnd]:

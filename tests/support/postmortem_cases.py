@@ -403,6 +403,31 @@ def a_gpu_falls_off_the_bus() -> JobEvidence:
     return job.evidence()
 
 
+@case(Expected(Kind.USER_EXCEPTION, (1,), "high"))
+def a_gpu_failed_days_before() -> JobEvidence:
+    job = steps(2, backend="nccl")
+    job.event(EventKind.XID, "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.", -200_000.0, code=79)
+    job.end(1, exit_code=1, error="ValueError", message="no such shard")
+    follow(job, [0])
+    return job.evidence()
+
+
+@case(Expected(Kind.USER_EXCEPTION, (1,), "at most medium"))
+def an_exception_beside_ranks_of_which_nothing_was_read() -> JobEvidence:
+    job = MadeJob(8)
+    job.end(1, exit_code=1, error="ValueError", message="no such shard")
+    return job.evidence()
+
+
+@case(Expected(Kind.NONE, (), "high"))
+def ranks_differ_in_their_last_call_and_end_well() -> JobEvidence:
+    job = steps(3)
+    job.call(shapes={1: (12,)})
+    for rank in range(3):
+        job.end(rank, exit_code=0)
+    return job.evidence()
+
+
 @case(Expected(Kind.STOPPED, (1,), "high"))
 def a_rank_is_stopped() -> JobEvidence:
     job = steps(2)

@@ -41,7 +41,7 @@ MAX_STATES_NAMED = 3
 
 def find_device_faults(job: ObservedJob) -> list[Suspicion]:
     """Find GPUs that their driver reports to have failed, by Xid."""
-    events = job.list_events(EventKind.XID)
+    events = job.list_recent_events(EventKind.XID)
     hard = [event for event in events if event.code not in XIDS_OF_PROGRAMS]
     chosen = hard or events
     if not chosen:

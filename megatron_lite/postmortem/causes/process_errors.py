@@ -286,7 +286,7 @@ def _has_logs(job: ObservedJob) -> bool:
 
 def find_lost_memory(job: ObservedJob) -> list[Suspicion]:
     """Find processes that the kernel, or a batch system, killed for want of memory."""
-    events = job.list_events(EventKind.HOST_OUT_OF_MEMORY)
+    events = job.list_recent_events(EventKind.HOST_OUT_OF_MEMORY)
     if not events:
         return []
     ranks = _find_killed(job, events)
