@@ -1,23 +1,19 @@
 """Dumps of torch's flight recorder in this process, in the form that torch itself writes when NCCL times out."""
 
-from collections.abc import Callable
 from pathlib import Path
-
-from torch._C import _distributed_c10d as c10d
 
 from megatron_lite.last_words import flight_path, replace_file
 from megatron_lite.parallel.rank_status import FlightRecorder
 
-# by backend, first the one whose collectives are the training's; private, but what torch's own debug server calls
-DUMPS = {"nccl": "_dump_nccl_trace", "gloo": "_dump_fr_trace"}
-Dump = Callable[[bool, bool, bool], bytes]
+# first the one whose collectives are the training's
+BACKENDS = ("nccl", "gloo")
 
 
 class FlightDump:
     """Reads what was recorded of all backends. Nothing here runs a collective."""
 
     def __init__(self) -> None:
-        self._recorders = {backend: FlightRecorder(backend) for backend in DUMPS}
+        self._recorders = {backend: FlightRecorder(backend) for backend in BACKENDS}
 
     def read_counts(self) -> dict[str, tuple[int, int]]:
         """Read the numbers of the collectives begun and finished last, by group; takes microseconds."""
@@ -36,10 +32,12 @@ class FlightDump:
         """
         place = flight_path(folder, name)
         for backend, recorder in self._recorders.items():
-            dump: Dump | None = getattr(c10d, DUMPS[backend], None)
-            if dump is None or not recorder.counts():
+            if not recorder.counts():
                 continue
-            replace_file(place, dump(True, True, False))
+            dump = recorder.dump()
+            if not dump:
+                continue
+            replace_file(place, dump)
             # a second one, beside it
             place = place.with_name(f"{backend}-{place.name}")
 
@@ -48,5 +46,5 @@ def remove_flight(folder: Path, name: str) -> None:
     """Remove this rank's recordings. folder, name: as of `FlightDump.write`."""
     place = flight_path(folder, name)
     place.unlink(missing_ok=True)
-    for backend in DUMPS:
+    for backend in BACKENDS:
         place.with_name(f"{backend}-{place.name}").unlink(missing_ok=True)
