@@ -1,11 +1,12 @@
 """Shows how well dependency graphs of measured steps replay them.
 
-    python -m benchmarks.graph TRACE_OR_FOLDER ... [--repeat MEGABYTES ...]
+    python -m benchmarks.graph TRACE_OR_FOLDER ... [--path] [--repeat MEGABYTES ...]
 
 Each folder is a run: its traces become one graph where they name their ranks, else each one a graph of its own. A row
 is printed for each graph: its size, what a step took and what an unchanged replay of it takes, which share of the edges
-measured times contradict, waits on the critical path without a known reason, and seconds and memory. --repeat also takes
-the largest trace, repeated in time up to so many megabytes of plain JSON.
+measured times contradict, waits on the critical path without a known reason, and CPU seconds and memory. --path lists what
+the critical path of a step is made of. --repeat also takes the largest trace, repeated in time up to so many megabytes
+of plain JSON.
 """
 
 import argparse
@@ -18,13 +19,14 @@ from pathlib import Path
 from benchmarks.report_speed import repeat
 from megatron_lite.analysis.graph.build import build_graph
 from megatron_lite.analysis.graph.graph import Graph
-from megatron_lite.analysis.graph.replay import check_replay
+from megatron_lite.analysis.graph.replay import check_replay, find_critical_path, list_path_parts, replay
 from megatron_lite.analysis.time.step_windows import attribute_events
 from megatron_lite.analysis.time.time_results import Placing
 from megatron_lite.analysis.trace.columns import Trace
 from megatron_lite.analysis.trace.read import read_traces
 
 Ranks = list[tuple[Trace, Placing]]
+MAX_PARTS = 10
 ENDINGS = ("*.pt.trace.json", "*.pt.trace.json.gz", "*.sqlite")
 
 
@@ -32,6 +34,7 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="TRACE_OR_FOLDER")
+    parser.add_argument("--path", action="store_true")
     parser.add_argument("--repeat", nargs="*", type=int, default=[], metavar="MEGABYTES")
     given = parser.parse_args()
     print(
@@ -40,7 +43,9 @@ def main() -> None:
     )
     for run in given.runs:
         for title, ranks in read_run(run):
-            show(title, ranks)
+            graph = show(title, ranks)
+            if given.path:
+                show_path(graph)
     files = [path for run in given.runs for path in list_files(run) if path.suffix != ".sqlite"]
     for megabytes in given.repeat:
         with tempfile.TemporaryDirectory() as folder:
@@ -74,11 +79,11 @@ def read_run(run: Path) -> Iterator[tuple[str, Ranks]]:
 def show(title: str, ranks: Ranks) -> Graph:
     """Print the row of a graph."""
     events = sum(len(trace.events) for trace, _ in ranks)
-    started = time.perf_counter()
+    started = time.process_time()
     graph = build_graph(ranks)
-    built = time.perf_counter()
+    built = time.process_time()
     trust = check_replay(graph)
-    replayed = time.perf_counter()
+    replayed = time.process_time()
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
     print(
         f"{title:34} {len(ranks):5} {events:9,} {len(graph.activities):10,} {len(graph.edges):9,} "
@@ -89,6 +94,15 @@ def show(title: str, ranks: Ranks) -> Graph:
     if trust.why_not:
         print(f"    claims nothing: {trust.why_not}")
     return graph
+
+
+def show_path(graph: Graph) -> None:
+    """Print the longest parts of a graph's critical path."""
+    found = replay(graph)
+    if found is None:
+        return
+    for part in list_path_parts(find_critical_path(found))[:MAX_PARTS]:
+        print(f"    {part.ms:9,.2f} ms  rank {part.rank}  {part.kind:9} {part.phase:16} {part.name}")
 
 
 if __name__ == "__main__":

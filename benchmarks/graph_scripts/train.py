@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
 import torch.distributed as dist
@@ -49,18 +50,15 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--optimizer", choices=("for-loop", "foreach", "fused"), default="foreach")
     parser.add_argument("--late-ms", type=float, default=0.0, help="that the last rank sleeps in each step")
     parser.add_argument("--bucket-mb", type=float, default=25.0)
-    parser.add_argument("--python-ms", type=float, default=0.0, help="that Python computes statistics in each step")
+    parser.add_argument("--report-ms", type=float, default=0.0, help="that writing a report takes in each step")
+    parser.add_argument("--report-in-thread", action="store_true", help="it is written beside the next step")
     parser.add_argument("--step-file", help="is given the seconds of each step")
     return parser.parse_args()
 
 
-def compute_statistics(milliseconds: float) -> int:
-    """Keep Python busy."""
-    end = time.perf_counter() + milliseconds / 1e3
-    number = 0
-    while time.perf_counter() < end:
-        number += 1
-    return number
+def write_report(milliseconds: float) -> None:
+    """Wait, as for a disk that is far away."""
+    time.sleep(milliseconds / 1e3)
 
 
 def main() -> None:
@@ -84,6 +82,8 @@ def main() -> None:
     data = Slow(given.steps * given.accumulate, given.rows, given.columns, given.read_ms)
     loader = DataLoader(data, batch_size=None, num_workers=given.workers)
     batches = iter(loader)
+    pool = ThreadPoolExecutor(1)
+    report = pool.submit(write_report, 0)
     seconds = []
     for _ in range(given.steps):
         began = time.perf_counter()
@@ -97,9 +97,14 @@ def main() -> None:
                 if given.late_ms and rank == ranks - 1:
                     time.sleep(given.late_ms / 1e3 / given.accumulate)
                 loss.backward()
-        if given.python_ms:
-            compute_statistics(given.python_ms)
         optimizer.step()
+        if given.report_ms:
+            with torch.profiler.record_function("write report"):
+                if given.report_in_thread:
+                    wait([report])
+                    report = pool.submit(write_report, given.report_ms)
+                else:
+                    write_report(given.report_ms)
         seconds.append(time.perf_counter() - began)
     if given.step_file and rank == 0:
         with open(given.step_file, "w", encoding="utf-8") as file:
