@@ -178,13 +178,7 @@ def analyze(paths: Sequence[Path | str], say: Callable[..., None] = say_nothing)
     if not (ranks_seen or snapshots or run or failure):
         raise UserError(_describe_unreadable(paths, gaps.found))
     say("comparing ranks, looking for causes")
-    ranks = _compare_ranks(ranks_seen, run, gaps)
-    facts = Facts(ranks_seen=tuple(ranks_seen), ranks=ranks, snapshots=snapshots, run=run, gaps=())
-    facts = _add_memory(facts, gaps)
-    if run and run.record.prediction is not None:
-        from megatron_lite.analysis.predicted import compare_prediction
-
-        facts = replace(facts, predicted=gaps.attempt("prediction", compare_prediction, facts))
+    facts = _gather_facts(ranks_seen, snapshots, run, gaps)
     judgement = gaps.attempt("findings", judge, facts, gaps.add) or Judgement((), {})
     findings = weakened(judgement.findings, facts)
     checks = gaps.attempt("checks", answer_checks, facts, findings, judgement.looks)
@@ -201,6 +195,27 @@ def analyze(paths: Sequence[Path | str], say: Callable[..., None] = say_nothing)
         failure=failure,
         read_s=time.monotonic() - started,
     )
+
+
+def _gather_facts(
+    ranks_seen: Sequence[RankFacts], snapshots: tuple[Snapshot, ...], run: Run | None, gaps: _Gaps
+) -> Facts:
+    """Put together what was read, ranks beside each other, memory beside formulas, all beside what was predicted.
+
+    Args:
+        ranks_seen: the facts of each trace.
+        snapshots: the memory snapshots.
+        run: the run folder, where there is one.
+        gaps: is told what fails.
+    """
+    ranks = _compare_ranks(ranks_seen, run, gaps)
+    facts = Facts(ranks_seen=tuple(ranks_seen), ranks=ranks, snapshots=snapshots, run=run, gaps=())
+    facts = _add_memory(facts, gaps)
+    if run and run.record.prediction is not None:
+        from megatron_lite.analysis.predicted import compare_prediction
+
+        facts = replace(facts, predicted=gaps.attempt("prediction", compare_prediction, facts))
+    return facts
 
 
 def _read_ranks(paths: Sequence[Path], say: Callable[..., None], gaps: _Gaps) -> list[RankFacts]:
