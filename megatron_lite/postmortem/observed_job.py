@@ -22,6 +22,8 @@ from megatron_lite.postmortem.waits import Roots, Wait, find_roots, find_waits
 
 # an error of hardware may need so long to show in a process, by a timeout
 LONG_BEFORE_S = 7200.0
+# names any machine
+LOOPBACK = "localhost"
 Placed = TypeVar("Placed", ProcessEnd, LogEvent, ProcessStacks)
 OfProcess = ProcessEnd | LogEvent | ProcessStacks | RankProgress
 
@@ -41,9 +43,9 @@ class ObservedRank:
         """The machine, "" where nothing tells."""
         records: list[RankProgress | ProcessStacks | LogEvent] = [*self.progress, *self.stacks, *self.events]
         for record in records:
-            if record.host:
+            if record.host and record.host != LOOPBACK:
                 return record.host
-        return self.end.host if self.end else ""
+        return self.end.host if self.end and self.end.host != LOOPBACK else ""
 
     @cached_property
     def place(self) -> StackPlace | None:

@@ -266,11 +266,23 @@ def find_divergence(job: ObservedJob) -> list[Suspicion]:
             headline=f"the training diverged: {cut(events[0].text)}",
             confidence=Confidence.HIGH,
             evidence=quote_some(events),
-            next_steps=("Look at the batch, the learning rate and the gradients of the steps before.",),
+            next_steps=_advise_on_divergence(job, events[0]),
             onset=events[0].at,
             may_be_harmless=True,
         )
     ]
+
+
+def _advise_on_divergence(job: ObservedJob, event: LogEvent) -> tuple[str, ...]:
+    """Advise what to look at; runs of this package's trainer can be replayed."""
+    look = "Look at the batch, the learning rate and the gradients of the steps before."
+    is_own = any("runs" in kind for kind in job.evidence.read)
+    if not is_own or event.code is None:
+        return (look,)
+    replay = (
+        f"`megatron-lite replay RUN --step {event.code}` says whether data, numerics, the rate or hardware made it."
+    )
+    return (replay, look)
 
 
 def find_network_errors(job: ObservedJob) -> list[Suspicion]:

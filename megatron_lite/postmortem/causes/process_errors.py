@@ -8,6 +8,7 @@ from dataclasses import replace
 from megatron_lite.postmortem.call_sites import LOADERS, OWN_DATA, find_call_site
 from megatron_lite.postmortem.causes.base import (
     MAX_CITED,
+    MAX_QUOTED,
     Confidence,
     Suspicion,
     cite_end,
@@ -68,8 +69,10 @@ def find_exceptions(job: ObservedJob) -> list[Suspicion]:
     """Find ranks that ended with an exception of their own, alike ones together."""
     alike: dict[tuple[FailureKind, str, str], list[RankEnd]] = defaultdict(list)
     for end in _list_own_errors(job):
-        key = (classify_exception(end), end.error, find_call_site(end.frames))
-        alike[key].append(end)
+        kind = classify_exception(end)
+        # ranks see one divergence, each in its own words
+        error = "" if kind is FailureKind.DIVERGED else end.error
+        alike[kind, error, find_call_site(end.frames)].append(end)
     found = []
     for (kind, _, site), ends in alike.items():
         found.append(_suspect_exception(job, kind, site, ends))
@@ -137,9 +140,9 @@ def _suspect_exception(job: ObservedJob, kind: FailureKind, site: str, ends: Seq
     return Suspicion(
         kind=kind,
         ranks=ranks,
-        headline=f"{job.name(ranks)} ended with {first.words}{at}",
+        headline=f"{job.name(ranks)} ended with {cut(first.words, MAX_QUOTED)}{at}",
         confidence=confidence,
-        evidence=tuple(cite_end(job, end, f"ended with {end.words}") for end in ends[:MAX_CITED]),
+        evidence=tuple(cite_end(job, end, f"ended with {cut(end.words, MAX_QUOTED)}") for end in ends[:MAX_CITED]),
         next_steps=(NEXT_STEPS[kind].format(at=at),),
         onset=first.at,
         call_site=site,
