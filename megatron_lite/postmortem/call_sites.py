@@ -32,7 +32,10 @@ PACKAGES = frozenset(
     }
 )
 # what watches a program stands on its stacks, too
-OWN_WATCHERS = re.compile(r"(?:^|/)megatron_lite/(?:watch|instruments|script_record|script_walk|postmortem)/")
+OWN_WATCHERS = re.compile(
+    r"(?:^|/)megatron_lite/(?:(?:watch|instruments|script_record|script_walk|postmortem)/|"
+    r"parallel/(?:rank_status|watchdog|hang_diagnosis)\.py)"
+)
 OWN_PACKAGE = re.compile(r"(?:^|/)megatron_lite/")
 OWN_DATA = re.compile(r"(?:^|/)megatron_lite/data/")
 DISTRIBUTED = re.compile(

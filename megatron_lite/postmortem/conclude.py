@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from megatron_lite.postmortem.causes.absent_ranks import RECORD, find_absent_ranks
 from megatron_lite.postmortem.causes.base import Confidence, Rule, Suspicion
-from megatron_lite.postmortem.causes.circles import find_circles, find_stack_circles
+from megatron_lite.postmortem.causes.circles import find_circles, find_senders, find_stack_circles
 from megatron_lite.postmortem.causes.entered_calls import find_half_completed, find_late_ranks, find_stuck_calls
 from megatron_lite.postmortem.causes.machines import (
     find_device_errors,
@@ -60,6 +60,7 @@ RULES: tuple[Rule, ...] = (
     find_slow_ranks,
     find_absent_ranks,
     find_stack_circles,
+    find_senders,
     find_stuck_calls,
     find_network_errors,
     find_divergence,

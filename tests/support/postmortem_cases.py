@@ -270,6 +270,27 @@ def one_has_not_started() -> JobEvidence:
     return job.evidence()
 
 
+@case(Expected(Kind.STUCK_IN_KERNEL, (), "at most medium"))
+def others_wait_for_ranks_that_are_stuck() -> JobEvidence:
+    job = MadeJob(4, "nccl")
+    job.group("2", [2, 3])
+    for _ in range(3):
+        job.call()
+    job.call(ranks=[2, 3], group="2", ended=False, started=[2, 3])
+    job.call(ranks=[0, 1], ended=False, started=[0, 1])
+    job.event(EventKind.COLLECTIVE_TIMEOUT, "Watchdog caught collective operation timeout", 600.0, rank=0)
+    return job.evidence()
+
+
+@case(Expected(Kind.OTHER_ORDER, (0, 1), "at most medium"))
+def everybody_sends() -> JobEvidence:
+    job = MadeJob(2)
+    sends = replace(WAIT, function="send")
+    for rank in (0, 1):
+        job.end(rank, exit_code=1, error="RuntimeError", message=TIMED_OUT, frames=(sends, frame(50, "hand_over")))
+    return job.evidence()
+
+
 @case(Expected(Kind.NETWORK, (), "at most low"))
 def all_entered_without_a_device() -> JobEvidence:
     job = steps(2)

@@ -51,6 +51,7 @@ RECORD = "Run it under `megatron-lite watch -- COMMAND`, which records collectiv
 ELSE_STUCK = "all ranks of the group have entered it, and the network or a kernel does not go on."
 WHICH_MEMBERS = "which ranks the group has: those that recorded a call in it are taken."
 WHICH_STATE = "the state of its process (ps -o stat= -p PID): a stopped one (T) stands at any line."
+HOW_LONG = "how long the others wait: a second look, or the time of the stacks."
 WHICH_CALL = "flight recordings (TORCH_FR_BUFFER_SIZE=2000): the call in which the others wait."
 ONLY_LOGS = "flight recordings and stacks: logs alone do not tell who entered which call."
 
@@ -73,7 +74,21 @@ class Absence:
 def find_absent_ranks(job: ObservedJob) -> list[Suspicion]:
     """Find ranks that keep others waiting."""
     absence = find_absence(job)
-    return [] if absence is None else [_suspect(job, absence)]
+    if absence is None or is_inside_of_call(job, absence.ranks):
+        return []
+    return [_suspect(job, absence)]
+
+
+def is_inside_of_call(job: ObservedJob, ranks: Sequence[int]) -> bool:
+    """Tell whether these ranks are all in a call that every member of its group has entered, on the device: what they
+    wait for is no rank."""
+    inside: set[int] = set()
+    for group in job.calls.groups:
+        calls = list(group.calls.get(group.entered_by_all, {}).values())
+        is_pending = all(call.is_started and not call.has_ended for call in calls)
+        if is_pending and not group.unread:
+            inside.update(call.rank for call in calls)
+    return set(ranks) <= inside
 
 
 def find_absence(job: ObservedJob) -> Absence | None:
@@ -195,6 +210,10 @@ def _suspect(job: ObservedJob, absence: Absence) -> Suspicion:
     kind, why = _choose_kind(job, absence, place)
     site = place.call_site if place else _find_last_site(job, ranks)
     confidence, missing, alternatives = _weigh(absence, place)
+    if not job.ends and not job.events and measure_wait(job, call) is None:
+        # one look at a wait: it may end a moment later
+        confidence = Confidence.LOW
+        missing = (*missing, HOW_LONG)
     if place is not None and place.activity is Activity.RUNS and not _is_known_to_run(job, ranks):
         confidence = min(confidence, Confidence.MEDIUM)
         missing = (*missing, WHICH_STATE)

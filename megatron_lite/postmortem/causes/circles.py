@@ -2,14 +2,23 @@
 
 from collections import defaultdict
 
-from megatron_lite.postmortem.call_sites import Activity
+from megatron_lite.postmortem.call_sites import DISTRIBUTED, Activity, find_call_site
 from megatron_lite.postmortem.causes.absent_ranks import WHICH_CALL, cite_places
-from megatron_lite.postmortem.causes.base import MAX_CITED, Confidence, Suspicion, cite_call, write_wait
+from megatron_lite.postmortem.causes.base import (
+    MAX_CITED,
+    Confidence,
+    Suspicion,
+    cite_call,
+    cite_end,
+    write_at,
+    write_wait,
+)
 from megatron_lite.postmortem.causes.wait_times import is_brief, measure_wait
 from megatron_lite.postmortem.observed_job import ObservedJob
 from megatron_lite.postmortem.postmortem_results import FailureKind
 from megatron_lite.postmortem.rank_lists import name_ranks
 
+SENDS = ("send", "isend")
 SAME_ORDER = "Make these calls in the same order on all ranks."
 MAX_SITES_NAMED = 3
 
@@ -76,6 +85,36 @@ def find_stack_circles(job: ObservedJob) -> list[Suspicion]:
             next_steps=(SAME_ORDER,),
             call_site=job.places[ranks[0]].call_site,
             missing=tuple(missing),
+            is_wait=True,
+        )
+    ]
+
+
+def find_senders(job: ObservedJob) -> list[Suspicion]:
+    """Find ranks that all gave up sending, or still send, while nobody takes: gloo does not record messages."""
+    senders = []
+    for rank, one in job.ranks.items():
+        frames = one.end.frames if one.end is not None else ()
+        if any(frame.function in SENDS and DISTRIBUTED.search(frame.file) for frame in frames):
+            senders.append(rank)
+    if len(senders) < 2 or len(senders) < len(job.ranks):
+        return []
+    end = job.ranks[senders[0]].end
+    site = find_call_site(end.frames) if end is not None else ""
+    evidence = []
+    for rank in senders[:MAX_CITED]:
+        sent = job.ranks[rank].end
+        if sent is not None:
+            evidence.append(cite_end(job, sent, f"ended in a send{write_at(find_call_site(sent.frames))}"))
+    return [
+        Suspicion(
+            kind=FailureKind.OTHER_ORDER,
+            ranks=tuple(senders),
+            headline=f"{name_ranks(senders)} all send, and nobody takes: each waits for the next one{write_at(site)}",
+            confidence=Confidence.MEDIUM,
+            evidence=tuple(evidence),
+            next_steps=("Let every second rank take before it sends, or use batch_isend_irecv.",),
+            call_site=site,
             is_wait=True,
         )
     ]

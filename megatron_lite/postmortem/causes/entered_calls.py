@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from megatron_lite.postmortem.causes.absent_ranks import is_inside_of_call
 from megatron_lite.postmortem.causes.base import MAX_CITED, Confidence, Suspicion, cite_call, write_at, write_wait
 from megatron_lite.postmortem.causes.wait_times import is_brief, measure_wait
 from megatron_lite.postmortem.matched_calls import NANOSECONDS, EnteredCall, MatchedGroup, list_pairs
@@ -129,10 +130,10 @@ def _suspect_root(
 
 def find_stuck_calls(job: ObservedJob) -> list[Suspicion]:
     """Find calls that all ranks of a group have entered, or both ends of a message, and none has completed."""
-    if job.waits:
-        return []
     for group in job.calls.groups:
         pending = _find_pending(group)
+        if job.waits and not is_inside_of_call(job, list_ranks(pending)):
+            continue
         if pending and not group.unread:
             title = group.describe(pending[0].name, pending[0].number)
             said = f"all ranks have entered {title} and none has completed it"

@@ -183,7 +183,10 @@ def _find_polite_ends(job: ObservedJob) -> list[Suspicion]:
     """Find ranks that were all asked to end, where no rank failed before."""
     ends = [one.end for one in job.ranks.values() if one.end is not None]
     asked = [end for end in ends if end.kind is EndKind.ENDED]
-    saw_failure = job.list_events(EventKind.LAUNCHER_SAW_FAILURE, EventKind.LAUNCHER_ENDED_OTHERS)
+    saw_failure = job.list_events(EventKind.LAUNCHER_SAW_FAILURE)
+    if job.list_unknown(list_ranks(asked)):
+        # one of the others may have failed first
+        saw_failure += job.list_events(EventKind.LAUNCHER_ENDED_OTHERS)
     is_all = bool(asked) and len(asked) == len(ends)
     if not is_all or saw_failure:
         return []

@@ -328,6 +328,11 @@ def _weigh_kill(job: ObservedJob, events: Sequence[LogEvent], ranks: Sequence[in
 def _find_killed(job: ObservedJob, events: Sequence[LogEvent]) -> tuple[int, ...]:
     """Find the ranks that want of memory killed: named ones, else those that SIGKILL ended on these machines, or
     that are gone without a word."""
+    first = find_first_seen(job)
+    first_end = job.ranks[first].end if first is not None and first in job.ranks else None
+    if first is not None and first_end is not None and first_end.exit_code in KILL:
+        # a batch system may number launchers, not ranks
+        return (first,)
     named = list_ranks(events)
     if named:
         return named
