@@ -210,8 +210,8 @@ def _suspect(job: ObservedJob, absence: Absence) -> Suspicion:
     kind, why = _choose_kind(job, absence, place)
     site = place.call_site if place else _find_last_site(job, ranks)
     confidence, missing, alternatives = _weigh(absence, place)
-    if not job.ends and not job.events and measure_wait(job, call) is None:
-        # one look at a wait: it may end a moment later
+    if _is_one_look(job) and measure_wait(job, call) is None:
+        # the wait may end a moment later
         confidence = Confidence.LOW
         missing = (*missing, HOW_LONG)
     if place is not None and place.activity is Activity.RUNS and not _is_known_to_run(job, ranks):
@@ -234,6 +234,12 @@ def _suspect(job: ObservedJob, absence: Absence) -> Suspicion:
         is_wait=True,
         is_brief=is_brief(job, call),
     )
+
+
+def _is_one_look(job: ObservedJob) -> bool:
+    """Whether nothing tells that somebody gave up waiting: NCCL writes recordings when it does, others when asked."""
+    backends = {recording.backend for recording in job.calls.recordings.values()}
+    return not job.ends and not job.events and backends != {"nccl"}
 
 
 def _is_known_to_run(job: ObservedJob, ranks: Sequence[int]) -> bool:
