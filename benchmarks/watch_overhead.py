@@ -109,7 +109,8 @@ def main():
         environment |= {RESULT: f"{name}/us.json", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         done = subprocess.run([sys.executable, *words, *command], env=environment, check=False)
         us = json.loads((folder / "us.json").read_text())
-        lines = [json.loads(line) for line in (folder / "run" / "steps.jsonl").read_text().splitlines()]
+        records = [json.loads(line) for line in (folder / "run" / "steps.jsonl").read_text().splitlines()]
+        lines = [one for one in records if one["kind"] == "step"]
     outside = [one for one in lines if one["step"] > FIRST and not first - 1 <= one["step"] <= stop]
     own_us = statistics.median(us[one["step"] - 1] for one in outside)
     inside = [one for one in lines if one.get("profiled")]

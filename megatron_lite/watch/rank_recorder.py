@@ -39,6 +39,7 @@ from megatron_lite.parallel.rank_status import DEFAULT, read_stack, sum_counts
 from megatron_lite.process_state import pid_space
 from megatron_lite.signal_pipe import SignalPipe, die_of
 from megatron_lite.variables import WATCHED_RANK
+from megatron_lite.watch.ended_children import find_exit_codes, is_of_launcher, note_exit_codes
 from megatron_lite.watch.error_text import describe_error, describe_error_stack, name_error
 from megatron_lite.watch.flight_dump import FlightDump, remove_flight
 from megatron_lite.watch.profiler import Profiler
@@ -49,8 +50,6 @@ MAX_LAST_DUMP_S = 10.0
 SILENT_S = 30.0
 ARMS_APART_S = 10.0
 OWN_FILES = (__file__, signal_pipe.__file__)
-# of torchrun and torch.multiprocessing, which tell that another process ended
-LAUNCHER_ERRORS = ("ChildFailedError", "SignalException", "ProcessExitedException", "ProcessRaisedException")
 HEARD_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 ARM = faulthandler.dump_traceback_later  # before scripts are listened to that use it
 
@@ -135,6 +134,8 @@ class RankRecorder:
     def note_error(self, error: BaseException) -> None:
         """Record the exception that ends this process, at once: not every process that met one lives to its end."""
         self._end = self._add_error(self._end, error)
+        with contextlib.suppress(OSError):
+            note_exit_codes(self._folder, find_exit_codes(error))
         if self.has_started and not self._has_ended:
             with self._lock:
                 self._write(self._end)
@@ -164,7 +165,7 @@ class RankRecorder:
             message=describe_error(error, whole=True),
             error_stack=describe_error_stack(error),
             exit_code=words.exit_code or 1,
-            blameless=isinstance(error, KeyboardInterrupt) or type(error).__name__ in LAUNCHER_ERRORS,
+            blameless=isinstance(error, KeyboardInterrupt) or is_of_launcher(error),
         )
 
     def end(self) -> None:

@@ -7,17 +7,21 @@ import subprocess
 import sys
 import threading
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
 from support.launch import alone
 from support.paths import REPO
 from support.waiting import wait_until
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.multiprocessing.spawn import ProcessExitedException
 
 from megatron_lite import last_words
 from megatron_lite.formats.failure_record import RankAtFailure
 from megatron_lite.last_words import is_late, read_words, remove_recordings, stands_still
 from megatron_lite.watch import rank_recorder
+from megatron_lite.watch.ended_children import find_exit_codes
 from megatron_lite.watch.error_text import MAX_TOLD_CHARACTERS, describe_error, describe_error_stack, name_error
 from megatron_lite.watch.profiler import Profiler
 from megatron_lite.watch.rank_recorder import RankRecorder, has_own_rank
@@ -213,3 +217,22 @@ def test_another_thread_may_begin_to_train(tmp_path, recorder):
     thread.start()
     thread.join()
     wait_until(lambda: "3" in dict(read_words(tmp_path)))
+
+
+def test_launchers_tell_exit_codes_of_ranks(tmp_path, recorder):
+    recorder.start()
+    wait_until(lambda: "3" in dict(read_words(tmp_path)))
+    mine = read_one(tmp_path)
+    words_path = last_words.words_path
+    for name, words in {
+        "4": msgspec.structs.replace(mine, rank=4, pid=11),
+        "5": msgspec.structs.replace(mine, rank=5, pid=12, exit_code=1),
+        "6": msgspec.structs.replace(mine, rank=6, pid=13, host="elsewhere"),
+    }.items():
+        last_words.write_words(words_path(tmp_path, name), words)
+    failures = {rank: ProcessFailure(rank, 7 + rank, -9, "") for rank in (4, 5, 6)}
+    recorder.note_error(ChildFailedError("train.py", failures))
+    assert [read_one(tmp_path, name).exit_code for name in "456"] == [-9, 1, None]
+    assert read_one(tmp_path).blameless
+    error = ProcessExitedException("no", error_index=1, error_pid=14, exit_code=-9, signal_name="SIGKILL")
+    assert find_exit_codes(error) == {14: -9} and find_exit_codes(ValueError()) == {}
