@@ -148,7 +148,15 @@ class RankWatch:
                 code = None
             known = words.exit_code if code is None else code
             ended_at = words.ended_at or time.time()
-            gone = msgspec.structs.replace(words, exit_code=known, ended_at=ended_at, process_state="dead")
+            # who hung, and was killed for it or with others, did not fail by that
+            has_hung = self.stands and known is not None and known < 0
+            gone = msgspec.structs.replace(
+                words,
+                exit_code=known,
+                ended_at=ended_at,
+                process_state="stopped" if words.process_state == "stopped" and has_hung else "dead",
+                blameless=words.blameless or has_hung,
+            )
             write_words(words_path(self._folder, name), gone)
 
     def _note_state(self, name: str, words: RankAtFailure, silent_s: float) -> RankAtFailure:

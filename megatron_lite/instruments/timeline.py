@@ -234,6 +234,16 @@ class Timeline(Instrument):
         if self.gpu is not None and name not in ON_HOST_ONLY:
             self.gpu.span(name, self._phases_began_on_gpu[name])
 
+    @property
+    def step_began(self) -> float:
+        """When the running step began, or the last one, by time.perf_counter()."""
+        return self._began
+
+    @property
+    def phases_began(self) -> dict[str, float]:
+        """When each phase began last, by time.perf_counter(). Another thread may ask."""
+        return self._phases_began.copy()
+
     def gradients_computed(self) -> None:
         if not self.detailed:
             return

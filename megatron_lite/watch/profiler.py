@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -51,10 +52,11 @@ from megatron_lite.watch.hand_updates import HandUpdates, describe_counting
 from megatron_lite.watch.stand_ins import add_calls, list_subclasses, stand_in
 from megatron_lite.watch.step_losses import StepLosses
 from megatron_lite.watch.step_norms import StepNorms
-from megatron_lite.watch.step_position import StepPosition
+from megatron_lite.watch.step_position import FIRST_ORDINARY_STEP, StepPosition, compute_usual_s
 
 SNAPSHOT_FILE = "memory.pickle"
 PROFILED_STEPS = range(10, 16)
+STEPS_OF_USUAL = 31  # whose median is the usual duration
 MAX_SILENCE_S = 2.0  # after which steps are written to the disk
 REMEDIES = (
     "a smaller batch, with more batches per step",
@@ -128,7 +130,8 @@ class Profiler:
         self._norms = StepNorms()
         self._watched = Watched()  # what run.json says of it
         self._record = RunRecord()  # run.json, from the first step on
-        self.position = StepPosition()
+        # of the last steps, in seconds
+        self._durations_s: deque[float] = deque(maxlen=STEPS_OF_USUAL)
         # called when the first step is recorded: this process trains
         self.when_training: Callable[[], object] = _do_nothing
         self._gave_up = ""  # why a script that goes on is not watched any more
@@ -193,6 +196,26 @@ class Profiler:
             self._recorder = CudaRecorder(ProfileArgs().memory_history_events)
             torch.cuda._lazy_call(self._recorder.open)
         return self
+
+    @property
+    def position(self) -> StepPosition:
+        """Step and phase of the loop, for another thread: nothing is added to the steps for it."""
+        if self._instruments is None:
+            return StepPosition()
+        began = self._timeline.phases_began
+        step_since = self._timeline.step_began
+        phase = self._phase or None
+        moved_at = max([step_since, *began.values()])
+        finished = [one.seconds for one in self._timeline.so_far() if one.step >= FIRST_ORDINARY_STEP]
+        last_s = [*self._durations_s.copy(), *finished][-STEPS_OF_USUAL:]
+        return StepPosition(
+            step=self._step,
+            phase=phase,
+            step_since=step_since,
+            phase_since=began.get(phase, moved_at) if phase else moved_at,
+            moved_at=moved_at,
+            usual_step_s=compute_usual_s(last_s),
+        )
 
     @property
     def is_recording(self) -> bool:
@@ -532,7 +555,6 @@ class Profiler:
         if self._phase:
             instruments.notify("end_phase", self._phase, failed)
         self._phase = phase
-        self.position.enter(phase)
         if phase:
             instruments.notify("begin_phase", phase)
 
@@ -662,7 +684,6 @@ class Profiler:
 
     def _begin_step(self, instruments: Instruments) -> None:
         self._step += 1
-        self.position.begin_step(self._step)
         instruments.notify("begin", self._step)
 
     def _end_step(self) -> None:
@@ -685,7 +706,9 @@ class Profiler:
         if not (wait or time.monotonic() - self._written_at > MAX_SILENCE_S):
             return
         self._written_at = time.monotonic()
-        self._unwritten += self._timeline.take(wait)
+        taken = self._timeline.take(wait)
+        self._durations_s.extend(one.seconds for one in taken if one.step >= FIRST_ORDINARY_STEP)
+        self._unwritten += taken
         known = [one for one in self._unwritten if wait or one.step < self._step - LAG]
         self._unwritten = self._unwritten[len(known) :]
         if self.rank:

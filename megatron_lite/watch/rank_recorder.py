@@ -94,13 +94,15 @@ class RankRecorder:
         self._end = RankAtFailure()
         # with what it was about to exit, where somebody said so
         self._exit: RankAtFailure | None = None
-        self._started_at = time.monotonic()
+        self._started_at = time.perf_counter()
+        # where the main thread was when it was late, or heard a signal
+        self._stack: tuple[str, ...] = ()
         # of all groups, and since when they are
         self._counts = (0, 0)
         self._counted_at = self._started_at
         # how long a late step has to last to be looked at next; 0: it is not late
         self._look_at_s = 0.0
-        self._armed_at = self._started_at - ARMS_APART_S
+        self._armed_at = time.monotonic() - ARMS_APART_S
 
     # --- the threads of the script
 
@@ -114,7 +116,7 @@ class RankRecorder:
         if self.has_started or self._has_ended:
             return
         self._thread = threading.Thread(target=self._run, name="megatron-lite watch", daemon=True)
-        self._started_at = time.monotonic()
+        self._started_at = time.perf_counter()
         os.environ[WATCHED_RANK] = str(self._pid)
         with contextlib.suppress(OSError):
             flight_path(self._folder, self._name).parent.mkdir(parents=True, exist_ok=True)
@@ -268,8 +270,9 @@ class RankRecorder:
             )
         try:
             self._write(words, with_stack=True)
-            # faulthandler has written stacks where it still may, before Python heard of the signal
-            self._take_evidence(with_stacks=not ends)
+            # faulthandler has written stacks before Python heard of a signal that ends the process, and of one that
+            # hung there are stacks: it leaves that place now
+            self._take_evidence(with_stacks=not ends and not self._look_at_s)
         finally:
             if ends:
                 die_of(signal.SIGTERM)
@@ -300,8 +303,12 @@ class RankRecorder:
             with_stack: Add where the main thread is, as also for a step that is late.
         """
         status = self._describe(known)
-        if with_stack or is_late(status):
-            status = msgspec.structs.replace(status, stack=_read_main_stack())
+        if is_late(status) or (with_stack and not self._look_at_s):
+            self._stack = _read_main_stack()
+        elif not self._look_at_s:
+            self._stack = ()
+        # one that was late and ends tells where it was
+        status = msgspec.structs.replace(status, stack=self._stack)
         with contextlib.suppress(OSError):
             write_words(words_path(self._folder, self._name), status)
         return status
@@ -309,13 +316,13 @@ class RankRecorder:
     def _describe(self, known: RankAtFailure) -> RankAtFailure:
         """Describe this process. known: as of `_write`."""
         position = self._profiler.position
-        now = time.monotonic()
+        now = time.perf_counter()
         counts = self._flight.read_counts()
         if sum_counts(counts) != self._counts:
             self._counts = sum_counts(counts)
             self._counted_at = now
         begun, finished = counts.get(DEFAULT, (0, 0))
-        seen_at = max(position.phase_since, self._counted_at, self._started_at)
+        seen_at = max(position.moved_at, self._counted_at, self._started_at)
         return msgspec.structs.replace(
             known,
             host=socket.gethostname(),
@@ -327,10 +334,10 @@ class RankRecorder:
             world_size=self._find_size(),
             restart=_read_number("TORCHELASTIC_RESTART_COUNT") or 0,
             step=position.step,
-            step_s=now - position.step_since,
-            usual_step_s=position.compute_usual_s(),
+            step_s=now - (position.step_since or self._started_at),
+            usual_step_s=position.usual_step_s,
             phase=position.phase,
-            phase_s=now - position.phase_since,
+            phase_s=now - (position.phase_since or self._started_at),
             still_s=now - seen_at,
             begun=begun,
             finished=finished,

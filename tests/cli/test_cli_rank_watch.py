@@ -73,6 +73,7 @@ def test_how_ranks_ended_is_noted(tmp_path, children, tell):
         wait_until(lambda: dict(read_words(tmp_path))["0"].process_state == "dead")
     found = dict(read_words(tmp_path))
     assert (found["0"].exit_code, found["0"].step, found["0"].left) == (-signal.SIGKILL, 7, None)
+    assert not found["0"].blameless
     assert found["0"].ended_at >= mine.wall_time and found["1"] == others and found["2"].process_state is None
 
 
@@ -97,6 +98,8 @@ def test_a_stopped_rank_is_called_that_and_ranks_that_stand_are_told_once(tmp_pa
         watch.end_all()
         wait_until(lambda: dict(read_words(tmp_path))["0"].exit_code == -signal.SIGKILL)
     assert told == [{"0", "1"}] * 2
+    found = dict(read_words(tmp_path))
+    assert found["0"].blameless and found["0"].process_state == "dead", "it hung, and was killed for it"
     assert dumped[0] == {"0": waiting, "1": stopped}
 
 

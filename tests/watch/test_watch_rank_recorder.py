@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import msgspec
 import pytest
@@ -25,6 +26,19 @@ from megatron_lite.watch.ended_children import find_exit_codes
 from megatron_lite.watch.error_text import MAX_TOLD_CHARACTERS, describe_error, describe_error_stack, name_error
 from megatron_lite.watch.profiler import Profiler
 from megatron_lite.watch.rank_recorder import RankRecorder, has_own_rank
+from megatron_lite.watch.step_position import StepPosition
+
+
+class Loop:
+    """A loop that is where a test wants it."""
+
+    is_recording = False
+    position = StepPosition()
+
+    def stand(self, **position):
+        """Stand from now on in a step."""
+        now = time.perf_counter()
+        self.position = StepPosition(**{"step_since": now, "phase_since": now, "moved_at": now, **position})
 
 
 @pytest.fixture
@@ -34,7 +48,7 @@ def recorder(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.delenv(rank_recorder.WATCHED_RANK, raising=False)
-    one = RankRecorder(tmp_path, Profiler(tmp_path))
+    one = RankRecorder(tmp_path, Loop())
     yield one
     one.end()
     if one._thread is not None:
@@ -50,14 +64,11 @@ def test_a_rank_tells_where_it_is_until_it_ends(tmp_path, recorder):
     recorder.start()
     assert not has_own_rank(), "what this process starts is no rank"
     wait_until(lambda: "3" in dict(read_words(tmp_path)))
-    position = recorder._profiler.position
-    for step in range(1, 7):
-        position.begin_step(step)
-    position.enter("backward")
+    recorder._profiler.stand(step=6, phase="backward", usual_step_s=0.5)
     wait_until(lambda: read_one(tmp_path).phase == "backward")
     now = read_one(tmp_path)
     assert (now.rank, now.world_size, now.step, now.pid, now.left) == (3, 4, 6, os.getpid(), None)
-    assert now.usual_step_s is not None
+    assert now.usual_step_s == 0.5
     recorder.end()
     ended = read_one(tmp_path)
     assert (ended.left, ended.step) == ("no error", 6) and ended.ended_at >= now.wall_time
@@ -71,9 +82,7 @@ def test_a_late_step_is_looked_at_and_forgotten_when_it_goes_on(tmp_path, record
     with alone():
         dist.all_reduce(torch.ones(2))
         recorder.start()
-        position = recorder._profiler.position
-        for step in range(1, 6):
-            position.begin_step(step)
+        recorder._profiler.stand(step=5, usual_step_s=0.001)
         flight, stacks = tmp_path / "flight" / "rank-0", tmp_path / "stacks" / "rank-0.txt"
         wait_until(lambda: flight.exists() and stacks.stat().st_size)
         recording = pickle.loads(flight.read_bytes())
@@ -84,7 +93,11 @@ def test_a_late_step_is_looked_at_and_forgotten_when_it_goes_on(tmp_path, record
         assert "3" not in dict(read_words(tmp_path)) or read_one(tmp_path).rank == 3
         monkeypatch.setattr(last_words, "MIN_LATE_STEP_S", 1000.0)
         wait_until(lambda: not flight.exists() and not stacks.stat().st_size)
-        assert read_one(tmp_path, "0").stack == ()
+        wait_until(lambda: read_one(tmp_path, "0").stack == ())
+        monkeypatch.setattr(last_words, "MIN_LATE_STEP_S", 0.2)
+        wait_until(flight.exists)
+        recorder.end()
+        assert any(__file__ in call for call in read_one(tmp_path, "0").stack), "where it was when it was late"
 
 
 def test_an_error_is_written_at_once_and_an_exit_at_the_end(tmp_path, recorder):
@@ -236,3 +249,16 @@ def test_launchers_tell_exit_codes_of_ranks(tmp_path, recorder):
     assert read_one(tmp_path).blameless
     error = ProcessExitedException("no", error_index=1, error_pid=14, exit_code=-9, signal_name="SIGKILL")
     assert find_exit_codes(error) == {14: -9} and find_exit_codes(ValueError()) == {}
+
+
+def test_a_profiler_tells_where_its_loop_is(tmp_path):
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Profiler(tmp_path) as profiler:
+        assert profiler.position == StepPosition()
+        for _ in range(6):
+            model(torch.ones(4)).sum().backward()
+            optimizer.step()
+        now = profiler.position
+        assert now.step == 7 and now.phase == "forward" and 0 < now.step_since <= now.moved_at <= time.perf_counter()
+        assert now.usual_step_s is not None and now.usual_step_s > 0
