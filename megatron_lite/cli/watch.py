@@ -82,8 +82,9 @@ def run(argv: list[str]) -> int:
     has_failed = _is_failure(code, ranks.stands, told.values())
     if not has_failed:
         remove_recordings(folder, told)
-    if has_failed and told and (options.no_report or not has_trained):
-        _explain_failure(folder, options.no_report)
+    if has_failed and told:
+        # whom ranks waited for in their last steps is no matter of speed
+        _explain_failure(folder, options.no_report, has_trained)
     elif not has_trained:
         unseen = "it cannot see scripts started with python -I, -E or -S, or that overwrite PYTHONPATH."
         lines = [
@@ -163,12 +164,13 @@ def _tell_standstill(folder: Path, ranks: dict[str, RankAtFailure]) -> None:
     print_lines([line], sys.stderr)
 
 
-def _explain_failure(folder: Path, is_brief: bool) -> None:
+def _explain_failure(folder: Path, is_brief: bool, has_trained: bool) -> None:
     """Print why the command failed or hung.
 
     Args:
         folder: Folder of the recording.
         is_brief: Only name what explains it.
+        has_trained: Name what shows its steps, too.
     """
     if is_brief:
         print_lines([f"watch: the command failed; megatron-lite postmortem {folder} explains."], sys.stderr)
@@ -180,6 +182,8 @@ def _explain_failure(folder: Path, is_brief: bool) -> None:
         explain([str(folder)])
     except UserError as error:
         print_lines([f"watch: {error}"], sys.stderr)
+    if has_trained:
+        print_lines(["", f"megatron-lite report {folder} shows where its steps went."])
 
 
 def _end_hung_command(process: "subprocess.Popen[bytes]", ranks: RankWatch) -> int:

@@ -1,4 +1,4 @@
-"""What errors of launchers in Python, torchrun and torch.multiprocessing, tell of the ranks that they started."""
+"""Exit codes of ranks, as errors of the launchers torchrun and torch.multiprocessing tell them."""
 
 import socket
 from collections.abc import Mapping
