@@ -165,7 +165,8 @@ def _find_pending(group: MatchedGroup) -> list[EnteredCall]:
     """Find the first call that all have entered and nobody has left; [] without one."""
     for number in group.numbers:
         calls = list(group.calls[number].values())
-        is_pending = all(not call.has_ended for call in calls)
+        # a group of which one rank alone is known has others
+        is_pending = len(calls) > 1 and all(not call.has_ended for call in calls)
         if is_pending and number <= group.entered_by_all:
             return calls
     return []

@@ -82,8 +82,9 @@ def _find_ranks_of(job: ObservedJob, events: Sequence[LogEvent]) -> tuple[int, .
     if named:
         return named
     hosts = {event.host for event in events if event.host}
-    failed = list_ranks(end for end in job.ends if _has_failed_on(end, hosts))
-    return failed if len(failed) == 1 else ()
+    failed = {*list_ranks(end for end in job.ends if _has_failed_on(end, hosts))}
+    failed.update(list_ranks(job.list_events(EventKind.DEVICE_ERROR)))
+    return tuple(failed) if len(failed) == 1 else ()
 
 
 def _has_failed_on(end: RankEnd, hosts: set[str]) -> bool:

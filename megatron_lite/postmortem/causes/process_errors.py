@@ -62,6 +62,7 @@ NEXT_STEPS = {
 A_KERNEL = "a kernel of the program reads beyond its tensors: CUDA_LAUNCH_BLOCKING=1 names it."
 # a launcher waits so long for its SIGTERM to end a process
 MIN_PATIENCE_S = 5.0
+BY_LIBRARY = "a library aborted it, as gloo does where ranks give a call different amounts: its last words would tell."
 WHICH_RANK = "which rank it was: torchrun --log-dir DIR --tee 3 marks each line with its rank."
 
 
@@ -257,6 +258,8 @@ def _suspect_death(job: ObservedJob, kind: EndKind, code: int, ends: Sequence[Ra
         is_kill=code in KILL,
         call_site=find_call_site(with_frames[0].frames) if with_frames else "",
     )
+    if code in ABORT:
+        suspicion = replace(suspicion, confidence=Confidence.MEDIUM, alternatives=(BY_LIBRARY,))
     if code in KILL:
         return _name_killers(job, suspicion)
     if kind is EndKind.CODE and not _has_logs(job):
