@@ -167,7 +167,8 @@ def _find_pending(group: MatchedGroup) -> list[EnteredCall]:
         calls = list(group.calls[number].values())
         # a group of which one rank alone is known has others
         is_pending = len(calls) > 1 and all(not call.has_ended for call in calls)
-        if is_pending and number <= group.entered_by_all:
+        are_alike = len({call.names for call in calls}) == 1
+        if is_pending and are_alike and number <= group.entered_by_all:
             return calls
     return []
 
