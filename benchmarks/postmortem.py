@@ -139,7 +139,8 @@ def main() -> None:
         for planted in chosen:
             if not options.again:
                 record(planted, folder / planted.name)
-            answer = ask(folder / planted.name)
+            # what goes on is asked for as long as it does
+            answer = read_answer(folder / planted.name) if planted.end == WHILE_IT_RUNS else ask(folder / planted.name)
             judged[planted] = judge(planted, answer)
             print_row(planted, answer, judged[planted])
     print()
@@ -187,6 +188,8 @@ def record(planted: Planted, folder: Path) -> None:
         try:
             job.run()
             shutil.copytree(job.left, folder)
+            if planted.end == WHILE_IT_RUNS:
+                ask(folder)
         finally:
             job.kill()
 
@@ -360,6 +363,12 @@ def ask(folder: Path) -> Postmortem | None:
     except subprocess.TimeoutExpired:
         return None
     answer.with_suffix(".txt").write_text(done.stdout + done.stderr)
+    return read_answer(folder)
+
+
+def read_answer(folder: Path) -> Postmortem | None:
+    """Read what was concluded on a folder; None: nothing was."""
+    answer = folder.parent / f"{folder.name}.json"
     if not answer.exists():
         return None
     return msgspec.json.decode(answer.read_bytes(), type=Postmortem)
@@ -386,7 +395,7 @@ def print_row(planted: Planted, answer: Postmortem | None, judged: Judged) -> No
 
 def count(judged: dict[Planted, Judged]) -> list[str]:
     """Count right answers: of all failures, of those that nobody looked at, and of healthy jobs."""
-    healthy = {planted for planted in judged if planted.kinds == (FailureKind.NONE.value,)}
+    healthy = {planted for planted in judged if FailureKind.NONE.value in planted.kinds}
     failed = [planted for planted in judged if planted not in healthy]
     lines = []
     for title, rows in {

@@ -3,6 +3,7 @@
 torchrun --nproc-per-node 4 groups_by_hand.py [--plant NAME] [--rank RANKS] [--step N]
 """
 
+import datetime
 import time
 
 import job
@@ -58,8 +59,9 @@ def pass_around(run, step, x):
 
 def main():
     run = job.Job()
-    tensor_groups = [dist.new_group([0, 1], group_desc="tensor"), dist.new_group([2, 3], group_desc="tensor")]
-    data_groups = [dist.new_group([0, 2], group_desc="data"), dist.new_group([1, 3], group_desc="data")]
+    limit = datetime.timedelta(seconds=run.options.timeout)
+    tensor_groups = [dist.new_group(ranks, limit, group_desc="tensor") for ranks in ([0, 1], [2, 3])]
+    data_groups = [dist.new_group(ranks, limit, group_desc="data") for ranks in ([0, 2], [1, 3])]
     tensor_group, data_group = tensor_groups[run.rank // 2], data_groups[run.rank % 2]
     layer = Layer()
     for step in range(1, run.options.steps + 1):
