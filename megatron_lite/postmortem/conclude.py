@@ -75,6 +75,8 @@ REASONS = {
     FailureKind.DATA_LOADER: (FailureKind.USER_EXCEPTION, FailureKind.DIED),
     FailureKind.DEVICE_MEMORY: (FailureKind.USER_EXCEPTION, FailureKind.DIED),
     FailureKind.USER_EXCEPTION: (FailureKind.DIED,),
+    # whoever loses patience with a stopped process kills it
+    FailureKind.STOPPED: (FailureKind.DIED,),
 }
 # between two clocks, and of records that know whole seconds only
 SAME_MOMENT_S = 1.0

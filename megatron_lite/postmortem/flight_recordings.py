@@ -62,6 +62,9 @@ def is_flight_recording(head: bytes, path: Path) -> bool:
     """Whether a file that begins with `head` is a pickle or JSON of the flight recorder, whatever its name."""
     if not (PICKLE.match(head) or JSON.match(head)):
         return False
+    # the header of a profiler's trace lists process groups, too
+    if b'"deviceProperties"' in head or b'"traceEvents"' in head:
+        return False
     return b"pg_config" in head or (b"profiling_name" in head and b"seq_id" in head)
 
 

@@ -16,7 +16,7 @@ from megatron_lite.postmortem.evidence import (
     RankProgress,
 )
 from megatron_lite.postmortem.matched_calls import MatchedCalls, match_calls
-from megatron_lite.postmortem.rank_ends import EndKind, RankEnd, unite_ends
+from megatron_lite.postmortem.rank_ends import KILL, EndKind, RankEnd, unite_ends
 from megatron_lite.postmortem.rank_lists import UNNAMED, find_earliest, list_ranks, name_ranks
 from megatron_lite.postmortem.waits import Roots, Wait, find_roots, find_waits
 
@@ -75,8 +75,16 @@ class ObservedRank:
     @property
     def process_state(self) -> str | None:
         """The last state of the process that somebody noted; None of one that is known to have ended."""
-        if self.end is not None:
-            return None
+        return self._last_state if self.end is None else None
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether the process was last seen stopped: such a one acts no more, and only SIGKILL ends it."""
+        is_ended_by_others = self.end is None or self.end.exit_code in KILL or self.end.is_consequence
+        return self._last_state == "stopped" and is_ended_by_others
+
+    @property
+    def _last_state(self) -> str | None:
         for one in reversed(self.progress):
             if one.process_state:
                 return one.process_state

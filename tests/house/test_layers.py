@@ -24,6 +24,7 @@ LEVELS = [  # bottom up: what stands together does not know each other
         "marks",
         "mesh_axes",
         "units",
+        "xid_errors",
         "phases",
         "thresholds",
         "live_line",

@@ -10,7 +10,12 @@ from support.flight_recordings import STEP, RecordedJob
 from megatron_lite.errors import UserError
 from megatron_lite.postmortem.collect import collect_evidence
 from megatron_lite.postmortem.evidence import CallState, FlightRecording, GroupProgress
-from megatron_lite.postmortem.flight_recordings import build_recordings, find_rank_in_path, read_flight_recordings
+from megatron_lite.postmortem.flight_recordings import (
+    build_recordings,
+    find_rank_in_path,
+    is_flight_recording,
+    read_flight_recordings,
+)
 
 GROUPS = {"1": ("TENSOR_MODEL_PARALLEL_GROUP", [2, 3]), "2": ("", [1, 3])}
 
@@ -219,3 +224,9 @@ def test_any_value_may_be_any_other(odd):
         assert len(evidence.recordings[0].calls) == len(entries) - len(evidence.unread)
     for name in sound["pg_config"]["0"]:
         build_recordings({**sound, "pg_config": {"0": {**sound["pg_config"]["0"], name: odd}}}, "x", 3)
+
+
+def test_a_trace_of_the_profiler_is_no_recording(tmp_path):
+    """Its header lists process groups by the same name."""
+    head = b'{"schemaVersion": 1, "deviceProperties": [], "distributedInfo": {"pg_config": []}, "traceEvents": ['
+    assert not is_flight_recording(head, tmp_path / "rank0.pt.trace.json")

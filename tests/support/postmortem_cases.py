@@ -458,6 +458,16 @@ def a_rank_is_stopped() -> JobEvidence:
     return job.evidence()
 
 
+@case(Expected(Kind.STOPPED, (1,), "high"))
+def a_stopped_rank_is_killed_at_last() -> JobEvidence:
+    job = steps(2)
+    job.call(ranks=[0], ended=False)
+    job.state(1, "stopped")
+    job.end(0, exit_code=-15, is_consequence=True, after_s=31.0)
+    job.end(1, exit_code=-9, after_s=61.0)
+    return job.evidence()
+
+
 # --- from outside
 
 

@@ -23,6 +23,7 @@ from megatron_lite.formats.file_names import STEPS_FILE
 from megatron_lite.formats.hardware_record import ClockLimit
 from megatron_lite.thresholds import MIN_QUOTA_SHARE, MIN_STOLEN
 from megatron_lite.units import counted, size
+from megatron_lite.xid_errors import XIDS_OF_PROGRAMS
 
 MAX_GPUS_SHOWN = 3
 MAX_RANKS_NAMED = 8
@@ -139,8 +140,6 @@ def _advise_on_clock(one: GpuClock) -> str:
     return f"look at what holds {gpu} (nvidia-smi -q -d PERFORMANCE)"
 
 
-# Xid errors that a program causes as well: docs.nvidia.com/deploy/xid-errors, R560, 2024-09
-XIDS_OF_PROGRAMS = (13, 31, 43, 45)
 ERRORS = ("ecc_uncorrected", "xids")
 EVENT_NAMES = {
     "ecc_uncorrected": "uncorrected memory error",

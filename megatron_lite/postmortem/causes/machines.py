@@ -9,26 +9,8 @@ from megatron_lite.postmortem.observed_job import ObservedJob
 from megatron_lite.postmortem.postmortem_results import Fact, FailureKind
 from megatron_lite.postmortem.rank_ends import EndKind, RankEnd, name_signal
 from megatron_lite.postmortem.rank_lists import does, find_earliest, list_ranks
+from megatron_lite.xid_errors import XID_NAMES, XIDS_OF_PROGRAMS
 
-# NVIDIA's table of Xid errors: what a program can make itself (docs.nvidia.com/deploy/xid-errors, 2026-11)
-XIDS_OF_PROGRAMS = (13, 31, 43, 45, 68)
-XID_NAMES = {
-    13: "graphics engine exception",
-    31: "GPU memory page fault",
-    43: "GPU stopped processing",
-    45: "preemptive cleanup",
-    48: "double-bit ECC error",
-    62: "internal micro-controller halt",
-    63: "ECC page retirement or row remapping",
-    64: "ECC page retirement failed",
-    74: "NVLink error",
-    79: "GPU has fallen off the bus",
-    92: "high single-bit ECC error rate",
-    94: "contained ECC error",
-    95: "uncontained ECC error",
-    119: "GSP RPC timeout",
-    120: "GSP error",
-}
 BATCH_EVENTS = {
     EventKind.JOB_PREEMPTED: "the batch system preempted the job",
     EventKind.JOB_TIME_LIMIT: "the job reached its time limit",
@@ -235,7 +217,7 @@ def find_lost_nodes(job: ObservedJob) -> list[Suspicion]:
 
 def find_stopped(job: ObservedJob) -> list[Suspicion]:
     """Find processes that a signal or a debugger has stopped."""
-    ranks = job.list_in_state("stopped")
+    ranks = tuple(rank for rank, one in job.ranks.items() if one.was_stopped)
     if not ranks:
         return []
     facts = []
@@ -243,14 +225,18 @@ def find_stopped(job: ObservedJob) -> list[Suspicion]:
         last = job.ranks[rank].progress[-1]
         facts.append(Fact(text=f"rank {rank}: process {last.pid} is stopped", source=last.source))
     last = job.ranks[ranks[0]].progress[-1]
+    advice = "Find who stopped it, a debugger or a batch system."
+    if job.ranks[ranks[0]].end is None:
+        advice = f"`kill -CONT {last.pid}` lets it go on; find who stopped it, a debugger or a batch system."
+    was = does(ranks, "is", "are") if job.ranks[ranks[0]].end is None else does(ranks, "was", "were")
     return [
         Suspicion(
             kind=FailureKind.STOPPED,
             ranks=ranks,
-            headline=f"{job.name(ranks)} {does(ranks, 'is', 'are')} stopped by a signal or a debugger",
+            headline=f"{job.name(ranks)} {was} stopped by a signal or a debugger",
             confidence=Confidence.HIGH,
             evidence=tuple(facts),
-            next_steps=(f"`kill -CONT {last.pid}` lets it go on; find who stopped it, a debugger or a batch system.",),
+            next_steps=(advice,),
             onset=None,
         )
     ]

@@ -1,0 +1,25 @@
+"""Xid errors, as NVIDIA's driver numbers what befalls a GPU.
+
+Names and causes: docs.nvidia.com/deploy/xid-errors, whose table lists for each number whether hardware, the driver or
+the program of the user may have made it.
+"""
+
+# a kernel that reads outside of its memory makes 13 and 31, a process that ends while its kernels run 43 and 45
+XIDS_OF_PROGRAMS = frozenset({13, 31, 43, 45})
+XID_NAMES = {
+    13: "graphics engine exception",
+    31: "GPU memory page fault",
+    43: "GPU stopped processing",
+    45: "preemptive cleanup",
+    48: "double-bit ECC error",
+    62: "internal micro-controller halt",
+    63: "ECC page retirement or row remapping",
+    64: "ECC page retirement failed",
+    74: "NVLink error",
+    79: "GPU has fallen off the bus",
+    92: "high single-bit ECC error rate",
+    94: "contained ECC error",
+    95: "uncontained ECC error",
+    119: "GSP RPC timeout",
+    120: "GSP error",
+}
