@@ -40,11 +40,17 @@ class RankWatch:
     is silent; and tells once where all stand still.
     """
 
-    def __init__(self, folder: Path, tell: Callable[[dict[str, RankAtFailure]], None]):
+    def __init__(
+        self,
+        folder: Path,
+        tell: Callable[[dict[str, RankAtFailure]], None],
+        standstill_s: float = MIN_STANDSTILL_S,
+    ):
         """
         Args:
             folder: Folder of the recording.
             tell: Called in this thread when all ranks stand still, once for each time, with their last words by name.
+            standstill_s: Seconds for which ranks that stand are told of, at least.
         """
         # the ranks stand still now, or did when they ended
         self.stands = False
@@ -52,6 +58,7 @@ class RankWatch:
         self.stands_s = 0.0
         self._folder = folder
         self._tell = tell
+        self._standstill_s = standstill_s
         # by name of a rank: its process, and what the kernel tells of its end through
         self._ends: dict[str, tuple[int, int]] = {}
         self._look_at_s = 0.0
@@ -193,7 +200,7 @@ class RankWatch:
             # as they ended, so it stays
             return
         was_told = self.stands
-        self.stands = all(stands_still(words, MIN_STANDSTILL_S) for words in ranks.values())
+        self.stands = all(stands_still(words, self._standstill_s) for words in ranks.values())
         self.stands_s = min(words.still_s for words in ranks.values()) if self.stands else 0.0
         if self.stands and not was_told:
             self._tell(ranks)

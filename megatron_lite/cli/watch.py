@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from megatron_lite.cli.parser import Parser
-from megatron_lite.cli.rank_watch import RankWatch
+from megatron_lite.cli.rank_watch import MIN_STANDSTILL_S, RankWatch
 from megatron_lite.errors import UserError
 from megatron_lite.formats.failure_record import RankAtFailure
 from megatron_lite.formats.file_names import FLIGHT_RECORDINGS, RUN_FILE
@@ -73,7 +73,9 @@ def run(argv: list[str]) -> int:
         memory=options.memory,
         command=command,
     )
-    ranks = RankWatch(folder, lambda standing: _tell_standstill(folder, standing))
+    # who gives a shorter time to end it says that such a standstill matters
+    standstill_s = min(MIN_STANDSTILL_S, options.hang_timeout or MIN_STANDSTILL_S)
+    ranks = RankWatch(folder, lambda standing: _tell_standstill(folder, standing), standstill_s)
     remove_recordings(folder, ranks.read_ranks())
     environment = prepend_python_path(os.environ, BOOTSTRAP) | _choose_recording(os.environ, folder)
     code = _run_to_its_end(command, environment | {WATCH: encode_request(request)}, ranks, options.hang_timeout)

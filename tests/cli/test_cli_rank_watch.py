@@ -103,6 +103,15 @@ def test_a_stopped_rank_is_called_that_and_ranks_that_stand_are_told_once(tmp_pa
     assert dumped[0] == {"0": waiting, "1": stopped}
 
 
+def test_a_shorter_standstill_is_told_where_it_matters(tmp_path, children, tell):
+    """--hang-timeout 10 is not to wait for the usual half minute."""
+    told = []
+    tell("0", children(), still_s=12.0, usual_step_s=0.1, step_s=12.0, wall_time=time.time() + NEVER)
+    with RankWatch(tmp_path, told.append, 10.0) as watch:
+        wait_until(lambda: told)
+        assert watch.stands_s >= 10.0
+
+
 def test_stacks_of_ranks_that_go_on_are_forgotten(tmp_path, children, tell, monkeypatch):
     there = children()
     path = tmp_path / "stacks" / "rank-0.json"
