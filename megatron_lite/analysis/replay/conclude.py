@@ -446,7 +446,7 @@ def _describe_suspects(facts: StepFacts) -> str:
 
 def _judge_precision(facts: StepFacts) -> Conclusion:
     precision = facts.record.precision
-    sentence = f"{facts.failure} in {precision}, and the same step passes in fp32"
+    sentence = f"{facts.failure} in {precision}, and has a usual value in fp32"
     first = facts.first_output
     if first is not None:
         sentence += f"; first at {first.module}"
