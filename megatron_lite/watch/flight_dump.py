@@ -31,15 +31,16 @@ class FlightDump:
             name: The rank's name in names of files.
         """
         place = flight_path(folder, name)
+        has_written = False
         for backend, recorder in self._recorders.items():
-            if not recorder.counts():
-                continue
-            dump = recorder.dump()
+            dump = recorder.dump() if recorder.counts() else b""
             if not dump:
                 continue
+            if has_written:
+                # beside that of the other backend
+                place = place.with_name(f"{backend}-{place.name}")
             replace_file(place, dump)
-            # a second one, beside it
-            place = place.with_name(f"{backend}-{place.name}")
+            has_written = True
 
 
 def remove_flight(folder: Path, name: str) -> None:

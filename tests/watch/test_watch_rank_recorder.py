@@ -24,6 +24,7 @@ from megatron_lite.last_words import is_late, read_words, remove_recordings, sta
 from megatron_lite.watch import rank_recorder
 from megatron_lite.watch.ended_children import find_exit_codes
 from megatron_lite.watch.error_text import MAX_TOLD_CHARACTERS, describe_error, describe_error_stack, name_error
+from megatron_lite.watch.flight_dump import FlightDump, remove_flight
 from megatron_lite.watch.profiler import Profiler
 from megatron_lite.watch.rank_recorder import RankRecorder, has_own_rank
 from megatron_lite.watch.step_position import StepPosition
@@ -262,3 +263,34 @@ def test_a_profiler_tells_where_its_loop_is(tmp_path):
         now = profiler.position
         assert now.step == 7 and now.phase == "forward" and 0 < now.step_since <= now.moved_at <= time.perf_counter()
         assert now.usual_step_s is not None and now.usual_step_s > 0
+
+
+class MadeRecorder:
+    """Stands for the recorder of a backend."""
+
+    def __init__(self, dump: bytes):
+        self._made = dump
+
+    def counts(self):
+        return {"0": (1, 1)} if self._made else {}
+
+    def dump(self):
+        return self._made
+
+
+@pytest.mark.parametrize(
+    ("nccl", "gloo", "files"),
+    [
+        (b"n", b"g", {"rank-0": b"n", "gloo-rank-0": b"g"}),
+        (b"", b"g", {"rank-0": b"g"}),
+        (b"n", b"", {"rank-0": b"n"}),
+    ],
+)
+def test_recordings_of_two_backends_lie_beside_each_other(tmp_path, nccl, gloo, files):
+    dump = FlightDump()
+    dump._recorders = {"nccl": MadeRecorder(nccl), "gloo": MadeRecorder(gloo)}
+    (tmp_path / "flight").mkdir()
+    dump.write(tmp_path, "0")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "flight").iterdir()} == files
+    remove_flight(tmp_path, "0")
+    assert not list((tmp_path / "flight").iterdir())
