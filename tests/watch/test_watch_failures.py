@@ -70,8 +70,8 @@ def start(folder: Path, what: str, *options: str) -> "subprocess.Popen[str]":
     [
         ("killed", "DIED", (1,), ()),
         ("raises", "USER_EXCEPTION", (1,), ()),
-        ("hangs", "NEVER_ENTERED", (1,), ("--hang-timeout", "31")),
-        ("order", "OTHER_ORDER", (0, 1), ("--hang-timeout", "31")),
+        ("hangs", "NEVER_ENTERED", (1,), ("--hang-timeout", "6")),
+        ("order", "OTHER_ORDER", (0, 1), ("--hang-timeout", "6")),
     ],
 )
 def test_a_job_that_fails_is_explained(tmp_path, what, kind, ranks, options):
