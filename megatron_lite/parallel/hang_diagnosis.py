@@ -63,6 +63,15 @@ class Case:
     memory_kills: int = 0  # on this machine since the run began
 
     @property
+    def statuses(self) -> dict[int, RankAtFailure]:
+        """What each rank told last, with its place in the layout and what the kernel says of its process."""
+        statuses = {}
+        for rank, post in sorted(self.posts.items()):
+            state = self.states.get(rank)
+            statuses[rank] = replace(post, place=self.layout.describe_place(rank), process_state=state)
+        return statuses
+
+    @property
     def ended(self) -> set[int]:
         """Ranks whose processes have ended of their own."""
         said = {rank for rank, post in self.posts.items() if post.left is not None and not post.blameless}
@@ -108,11 +117,7 @@ def make_evidence(case: Case, *, heard: bool = True) -> JobEvidence:
         case: What is known.
         heard: Whether all have answered that still may; otherwise silence means nothing.
     """
-    statuses = {}
-    for rank, post in case.posts.items():
-        state = case.states.get(rank)
-        statuses[rank] = replace(post, place=case.layout.describe_place(rank), process_state=state)
-    told = describe_statuses(SOURCE, statuses)
+    told = describe_statuses(SOURCE, case.statuses)
     recordings: dict[int | None, FlightRecording] = {recording.rank: recording for recording in told.recordings}
     for rank, excerpt in case.recordings.items():
         for recording in build_recordings(json.loads(excerpt), SOURCE, rank).recordings:
@@ -306,9 +311,7 @@ class HangDiagnosis:
         # the writer of run.json
         last = self.world.size - 1
         gone = last in found.ranks and case.posts[last].left in (None, "SIGTERM")
-        ranks = {}
-        for rank, post in sorted(case.posts.items()):
-            ranks[str(rank)] = replace(post, place=self.layout.describe_place(rank))
+        ranks = {str(rank): status for rank, status in case.statuses.items()}
         try:
             write_atomically(run_dir / RANKS_FILE, encode_failure(FailureRecord(verdict=found.line, ranks=ranks)))
             for rank, excerpt in case.recordings.items():

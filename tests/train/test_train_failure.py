@@ -20,6 +20,9 @@ from megatron_lite import rank_errors
 from megatron_lite.checkpoint.folder import newest, wrong
 from megatron_lite.config.world import World
 from megatron_lite.errors import ConfigError
+from megatron_lite.postmortem.collect import collect_evidence
+from megatron_lite.postmortem.conclude import conclude
+from megatron_lite.postmortem.postmortem_results import FailureKind
 from megatron_lite.process_state import process_state
 
 FAULTY = TESTS / "faulty.py"
@@ -138,6 +141,10 @@ def test_a_stopped_rank_is_named(tmp_path):
         line
     )
     assert status(tmp_path / "run").startswith("failed: RanksError: Rank 1 is stopped"), "its own writer is stopped"
+    found = conclude(collect_evidence([tmp_path / "run"]))
+    assert (found.kind, found.ranks, found.confidence) == (FailureKind.STOPPED, (1,), "high"), (
+        "the folder tells it, too"
+    )
 
 
 @pytest.mark.slow
