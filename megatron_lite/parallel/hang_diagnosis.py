@@ -64,7 +64,7 @@ class Case:
 
     @property
     def statuses(self) -> dict[int, RankAtFailure]:
-        """What each rank told last, with its place in the layout and what the kernel says of its process."""
+        """The last status of each rank, with its place in the layout and what the kernel says of its process."""
         statuses = {}
         for rank, post in sorted(self.posts.items()):
             state = self.states.get(rank)

@@ -230,6 +230,32 @@ def two_groups_in_another_order() -> JobEvidence:
     return job.evidence()
 
 
+@case(Expected(Kind.OTHER_ORDER, (2,), "medium"))
+def one_rank_goes_on_where_the_others_log() -> JobEvidence:
+    """Rank 2 leaves out what all log, and waits for rank 3 in its next layer."""
+    job = MadeJob(4)
+    job.group("1", [0, 1])
+    job.group("2", [2, 3])
+    for _ in range(3):
+        job.call(group="1", site=(10, "layer"))
+        job.call(group="2", site=(10, "layer"))
+    job.call(ranks=[0, 1, 3], site=(40, "log"), ended=False)
+    job.call(ranks=[2], group="2", site=(10, "layer"), ended=False)
+    return job.evidence()
+
+
+@case(Expected(Kind.OTHER_ORDER, (2, 3), "medium"))
+def a_circle_beside_ranks_without_recordings() -> JobEvidence:
+    """Rank 3 logs by itself, and rank 2 waits for it in their layer; what 0 and 1 do would tell which of them departs."""
+    job = MadeJob(4)
+    job.group("2", [2, 3])
+    job.call(site=(40, "log"))
+    job.call(group="2", site=(10, "layer"))
+    job.call(ranks=[3], site=(40, "log"), ended=False)
+    job.call(ranks=[2], group="2", site=(10, "layer"), ended=False)
+    return job.evidence(without=[0, 1])
+
+
 @case(Expected(Kind.OTHER_ORDER, (0, 1), "at most medium"))
 def two_untold_groups_in_another_order() -> JobEvidence:
     job = MadeJob(2)

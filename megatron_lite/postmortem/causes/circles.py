@@ -1,6 +1,6 @@
 """Ranks that wait for each other, each in a call that the other has not entered."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 from megatron_lite.postmortem.call_sites import DISTRIBUTED, Activity, find_call_site
 from megatron_lite.postmortem.causes.absent_ranks import WHICH_CALL, cite_places
@@ -13,6 +13,7 @@ from megatron_lite.postmortem.causes.base import (
     write_at,
     write_wait,
 )
+from megatron_lite.postmortem.causes.call_habits import sign_place
 from megatron_lite.postmortem.causes.wait_times import is_brief, measure_wait
 from megatron_lite.postmortem.observed_job import ObservedJob
 from megatron_lite.postmortem.postmortem_results import FailureKind
@@ -37,13 +38,17 @@ def find_circles(job: ObservedJob) -> list[Suspicion]:
     earliest = min(waits, key=lambda wait: wait.call.created_ns)
     lasted = write_wait(measure_wait(job, earliest.call))
     each = f"rank {first.rank} in {first.title}, rank {other.rank} in {other.title}"
-    is_guess = any(wait.is_guess for wait in waits)
+    ranks = _find_departing(job, circle)
+    departs = "" if ranks == circle else f"; no other rank makes the call of {name_ranks(ranks)} there"
+    # where members of a group have no recording, one of the circle may depart from what those do
+    is_unread = any(wait.is_guess or (wait.group is not None and wait.group.unread) for wait in waits)
+    is_open = is_unread or ranks != circle
     return [
         Suspicion(
             kind=FailureKind.OTHER_ORDER,
-            ranks=circle,
-            headline=f"{job.name(circle)} wait for each other{lasted}: {each}",
-            confidence=Confidence.MEDIUM if is_guess else Confidence.HIGH,
+            ranks=ranks,
+            headline=f"{job.name(circle)} wait for each other{lasted}: {each}{departs}",
+            confidence=Confidence.MEDIUM if is_open else Confidence.HIGH,
             evidence=tuple(evidence),
             next_steps=(SAME_ORDER,),
             onset=earliest.call.created_s,
@@ -53,6 +58,28 @@ def find_circles(job: ObservedJob) -> list[Suspicion]:
             is_brief=is_brief(job, earliest.call),
         )
     ]
+
+
+def _find_departing(job: ObservedJob, circle: tuple[int, ...]) -> tuple[int, ...]:
+    """Find the one rank of a circle whose call the fewest ranks have made as often; all of it where none stands out.
+
+    Args:
+        job: The job.
+        circle: Ranks that wait for each other.
+    """
+    if any(job.calls.is_partial(rank) for rank in job.calls.by_rank):
+        return circle
+    made = {}
+    for rank, calls in job.calls.by_rank.items():
+        made[rank] = Counter(sign_place(call) for call in calls)
+    support = {}
+    for rank in circle:
+        sign = sign_place(job.waits[rank].call)
+        own = made[rank][sign]
+        support[rank] = sum(counts[sign] >= own for counts in made.values())
+    fewest = min(support.values())
+    departing = tuple(rank for rank in circle if support[rank] == fewest)
+    return departing if len(departing) == 1 else circle
 
 
 def find_stack_circles(job: ObservedJob) -> list[Suspicion]:
