@@ -1,6 +1,7 @@
 """Reads what a run was, and finds from where a step of it can be run again."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -173,20 +174,36 @@ def find_start(run: ReplayedRun, step: int, chosen: int | None, folder: Path) ->
         return ReplayStart(
             f"the checkpoint of iteration {at}", flags, f"--load {source} --ckpt-step {at}", tuple(notes)
         )
+    _check_start(run, step, chosen, sorted(found))
+    checkpoint = replace(CheckpointArgs(), pretrained_checkpoint=c.pretrained_checkpoint, ckpt_format=c.ckpt_format)
+    if c.finetune:
+        checkpoint = replace(checkpoint, load=c.load, ckpt_step=c.ckpt_step, finetune=True)
+    return ReplayStart("the run's start, as no checkpoint lies before the step", _write(run, checkpoint, folder), "")
+
+
+def _check_start(run: ReplayedRun, step: int, chosen: int | None, found: Sequence[int]) -> None:
+    """Check that a step may be run again from the run's start.
+
+    Args:
+        run: The run.
+        step: The iteration.
+        chosen: The value of --from; None: the last checkpoint before the step.
+        found: The iterations of the checkpoints that are there.
+
+    Raises:
+        UserError: There is no such checkpoint, or the way from the start is not what was meant.
+    """
     if chosen:
-        there = ", ".join(map(str, sorted(found))) or "none"
+        there = ", ".join(map(str, found)) or "none"
         raise UserError(f"--from {chosen}: there is no such checkpoint; there are {there}.")
     if chosen is None and 0 < run.started_at < step:
+        c = run.args.checkpoint
         raise UserError(
             f"megatron-lite replay {run.folder}: the run went on from iteration {run.started_at}, whose checkpoint is "
             f"in neither --load {c.load} nor --save {c.save}; put it there, or give --from 0 to run from the start."
         )
     if step > MAX_STEPS_FROM_START and chosen is None:
         raise UserError(f"--step {step}: no checkpoint lies before it; --from 0 runs all {step} steps from the start.")
-    checkpoint = replace(CheckpointArgs(), pretrained_checkpoint=c.pretrained_checkpoint, ckpt_format=c.ckpt_format)
-    if c.finetune:
-        checkpoint = replace(checkpoint, load=c.load, ckpt_step=c.ckpt_step, finetune=True)
-    return ReplayStart("the run's start, as no checkpoint lies before the step", _write(run, checkpoint, folder), "")
 
 
 def _list_checkpoints(source: str | None) -> list[int]:

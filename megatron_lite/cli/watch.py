@@ -1,5 +1,6 @@
 """`megatron-lite watch` times and profiles any training script of PyTorch, unchanged, and then explains it."""
 
+import argparse
 import os
 import re
 import shutil
@@ -34,6 +35,45 @@ SIGNALED = 128  # plus the signal's number: exit codes, as shells give them
 
 def run(argv: list[str]) -> int:
     """Run the command, print the report on it. Returns the command's exit code."""
+    options, command, steps = _read_options(argv)
+    folder = Path(options.run_dir or f"watched/{time.strftime('%Y%m%d-%H%M%S')}").absolute()
+    written_before = _read_time_of_record(folder)
+    # of a run before
+    release_process_folder(folder)
+    request = WatchRequest(folder=str(folder), steps=steps, memory=options.memory, command=command)
+    # who gives a shorter time to end it says that such a standstill matters
+    standstill_s = min(MIN_STANDSTILL_S, options.hang_timeout or MIN_STANDSTILL_S)
+    ranks = RankWatch(folder, lambda standing: _tell_standstill(folder, standing), standstill_s)
+    remove_recordings(folder, ranks.read_ranks())
+    environment = prepend_python_path(os.environ, BOOTSTRAP) | _choose_recording(os.environ, folder)
+    code = _run_to_its_end(command, environment | {WATCH: encode_request(request)}, ranks, options.hang_timeout)
+    told = ranks.read_ranks()
+    has_trained = _read_time_of_record(folder) not in (None, written_before)
+    has_failed = _is_failure(code, ranks.stands, told.values())
+    if not has_failed:
+        remove_recordings(folder, told)
+    if has_failed and told:
+        # whom ranks waited for in their last steps is no matter of speed
+        _explain_failure(folder, options.no_report, has_trained)
+    elif not has_trained:
+        _tell_unseen()
+    elif not options.no_report:
+        from megatron_lite.cli.report import run as report
+
+        print_lines([""])
+        report([str(folder)])
+    return code
+
+
+def _read_options(argv: list[str]) -> tuple[argparse.Namespace, list[str], tuple[int, int]]:
+    """Read the command line of watch.
+
+    Returns:
+        The options, the command, and the first step to profile with the first one behind.
+
+    Raises:
+        UserError: An option's value is none that it can have.
+    """
     parser = Parser(
         "watch",
         "Runs a training script unchanged: python train.py, torchrun, accelerate launch. Works with any loop that "
@@ -63,43 +103,17 @@ def run(argv: list[str]) -> int:
         raise UserError(f"--steps {options.steps}: give two numbers, as in 10:16; the first is at least 2.")
     if options.hang_timeout is not None and not options.hang_timeout > 0:
         raise UserError(f"--hang-timeout {options.hang_timeout}: give seconds, more than 0.")
-    folder = Path(options.run_dir or f"watched/{time.strftime('%Y%m%d-%H%M%S')}").absolute()
-    written_before = _read_time_of_record(folder)
-    # of a run before
-    release_process_folder(folder)
-    request = WatchRequest(
-        folder=str(folder),
-        steps=(int(bounds[1]), int(bounds[2])),
-        memory=options.memory,
-        command=command,
-    )
-    # who gives a shorter time to end it says that such a standstill matters
-    standstill_s = min(MIN_STANDSTILL_S, options.hang_timeout or MIN_STANDSTILL_S)
-    ranks = RankWatch(folder, lambda standing: _tell_standstill(folder, standing), standstill_s)
-    remove_recordings(folder, ranks.read_ranks())
-    environment = prepend_python_path(os.environ, BOOTSTRAP) | _choose_recording(os.environ, folder)
-    code = _run_to_its_end(command, environment | {WATCH: encode_request(request)}, ranks, options.hang_timeout)
-    told = ranks.read_ranks()
-    has_trained = _read_time_of_record(folder) not in (None, written_before)
-    has_failed = _is_failure(code, ranks.stands, told.values())
-    if not has_failed:
-        remove_recordings(folder, told)
-    if has_failed and told:
-        # whom ranks waited for in their last steps is no matter of speed
-        _explain_failure(folder, options.no_report, has_trained)
-    elif not has_trained:
-        unseen = "it cannot see scripts started with python -I, -E or -S, or that overwrite PYTHONPATH."
-        lines = [
-            "watch: no training was seen: no process of the command called backward().",
-            f"  watch works through PYTHONPATH: {unseen}",
-        ]
-        print_lines(lines, sys.stderr)
-    elif not options.no_report:
-        from megatron_lite.cli.report import run as report
+    return options, command, (int(bounds[1]), int(bounds[2]))
 
-        print_lines([""])
-        report([str(folder)])
-    return code
+
+def _tell_unseen() -> None:
+    """Say that no process of the command trained, and where watch cannot see."""
+    unseen = "it cannot see scripts started with python -I, -E or -S, or that overwrite PYTHONPATH."
+    lines = [
+        "watch: no training was seen: no process of the command called backward().",
+        f"  watch works through PYTHONPATH: {unseen}",
+    ]
+    print_lines(lines, sys.stderr)
 
 
 def _read_time_of_record(folder: Path) -> int | None:

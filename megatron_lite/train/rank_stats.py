@@ -121,20 +121,18 @@ def gather(
         ranks: All ranks.
         hardware: Samples of this rank's hardware; None without any.
     """
-    rows = [_describe_own(ordinary(times)) + _list_figures(hardware or HardwareFigures())]
-    if ranks > 1:
-        mine = torch.tensor(rows[0], dtype=torch.float64, device=device)
-        of_ranks = [torch.empty_like(mine) for _ in range(ranks)]
-        dist.all_gather(of_ranks, mine)
-        rows = torch.stack(of_ranks).tolist()
-    columns: list[list[float]] = [list(column) for column in zip(*rows)]
+    mine = _describe_own(ordinary(times)) + _list_figures(hardware or HardwareFigures())
+    columns = _exchange_columns(mine, device, ranks)
     own = dict(zip(OWN, columns))
     phases: dict[str, dict[str, list[float]]] = {what: {} for what in OF_PHASE}
     for at, (name, what) in enumerate(itertools.product(PHASES, OF_PHASE), start=len(OWN)):
         if not all(map(math.isnan, columns[at])):
             phases[what][name] = columns[at]
     of_hardware = dict(zip(HARDWARE, columns[-len(HARDWARE) :]))
-    known = {name: column for name, column in of_hardware.items() if not all(map(math.isnan, column))}
+    known = {}
+    for name, column in of_hardware.items():
+        if not all(map(math.isnan, column)):
+            known[name] = column
     steps = [t.step for t in times] or [0]
     return RankFigures(
         first=started_at + min(steps),
@@ -153,6 +151,26 @@ def gather(
         involuntary_switches=own["involuntary_switches"],
         hardware=known,
     )
+
+
+def _exchange_columns(mine: list[float], device: torch.device, ranks: int) -> list[list[float]]:
+    """Exchange a row of figures among all ranks. Collective.
+
+    Args:
+        mine: This rank's figures.
+        device: Where ranks exchange numbers.
+        ranks: All ranks.
+
+    Returns:
+        Each figure of all ranks, by rank.
+    """
+    rows = [mine]
+    if ranks > 1:
+        own = torch.tensor(mine, dtype=torch.float64, device=device)
+        of_ranks = [torch.empty_like(own) for _ in range(ranks)]
+        dist.all_gather(of_ranks, own)
+        rows = torch.stack(of_ranks).tolist()
+    return [list(column) for column in zip(*rows)]
 
 
 def ordinary(times: list[StepTime]) -> list[StepTime]:
