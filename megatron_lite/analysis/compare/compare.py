@@ -638,9 +638,7 @@ def compare(
         ConfigError: they are of another model or batch, a line for each reason, and `force` is not given.
         UserError: they have nothing in common.
     """
-    reasons = [*objections(a, b), *object_to_models(a, b)]
-    if reasons and not force:
-        raise ConfigError([f"{reason}; --force compares all the same." for reason in reasons])
+    reasons = _object(a, b, force)
     totals = tuple(pair_totals(a, b))
     if not totals:
         raise UserError(
@@ -656,23 +654,20 @@ def compare(
         parts = pair_traces(side_a, side_b)
     else:
         parts = _build_untraced(phases)
-    if WHOLE_STEP in names:
-        # a profiler slows its steps down: differences of its phases are no parts of a typical step's difference
-        sentence = build_sentence(totals, {}, phases)
-    else:
-        sentence = build_sentence(totals, parts["rows"], parts["phases"])
     of_hardware = pair_hardware(a, b)
+    sentences = []
     lower_clock = describe_lower_clock(a, b, of_hardware)
     if lower_clock:
         # before the code is blamed
-        sentence = f"{lower_clock}; {sentence}"
+        sentences.append(lower_clock)
+    sentences.append(_describe_times(totals, parts, phases))
     busy = _find_loads(a, b, totals)
     if busy:
-        sentence += f"; on a busy machine: {' and '.join(busy)}"
+        sentences.append(f"on a busy machine: {' and '.join(busy)}")
     return Comparison(
         title_a=titles[0],
         title_b=titles[1],
-        sentence=sentence,
+        sentence="; ".join(sentences),
         flags=flags_that_differ(a, b),
         totals=(*totals, *of_hardware),
         memory=_pair_memory(a, b),
@@ -682,6 +677,28 @@ def compare(
         forced=tuple(reasons),
         **parts,
     )
+
+
+def _object(a: Facts, b: Facts, force: bool) -> list[str]:
+    """List why the runs are not comparable. a, b, force: as of `compare`, whose ConfigError this raises."""
+    reasons = [*objections(a, b), *object_to_models(a, b)]
+    if reasons and not force:
+        raise ConfigError([f"{reason}; --force compares all the same." for reason in reasons])
+    return reasons
+
+
+def _describe_times(totals: Sequence[Total], parts: dict[str, Any], phases: tuple[PhasePair, ...]) -> str:
+    """Write how the steps differ, and what makes the difference.
+
+    Args:
+        totals: What both runs have.
+        parts: What `pair_traces` gives.
+        phases: Of typical steps.
+    """
+    if any(total.name == WHOLE_STEP for total in totals):
+        # a profiler slows its steps down: differences of its phases are no parts of a typical step's difference
+        return build_sentence(totals, {}, phases)
+    return build_sentence(totals, parts["rows"], parts["phases"])
 
 
 def _build_untraced(phases: tuple[PhasePair, ...]) -> dict[str, Any]:

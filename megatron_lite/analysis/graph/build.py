@@ -53,11 +53,48 @@ def build_graph(ranks: Sequence[tuple[Trace, Placing]]) -> Graph:
         traces.append(trimmed)
         calls.append(of_rank)
     groups, clocks_ns, limits = _match_ranks(ranks, calls)
+    inputs = _make_inputs(traces, [placing for _, placing in ranks], calls, clocks_ns)
+    parts = Parts()
+    device_clocks_ns = [one.clock_ns - one.device_lead_ns for one in inputs]
+    meetings = find_meetings(calls, groups, device_clocks_ns)
+    arrivals = find_last_arrivals(meetings, len(inputs), calls)
+    works = [_add_rank(parts, one, arrivals[one.at]) for one in inputs]
+    connect_meetings(parts, meetings, [work.of_calls for work in works])
+    ordered = put_in_order(parts)
+    boundaries = [_find_boundary(one, parts, ordered) for one in inputs]
+    return Graph(
+        lanes=tuple(parts.lanes),
+        # ranks number them together
+        phases=tuple(inputs[0].phases),
+        names=tuple(inputs[0].names),
+        activities=ordered.activities,
+        edges=ordered.edges,
+        boundaries=tuple(boundaries),
+        contradicted=ordered.contradicted,
+        seen=ordered.seen,
+        limits=tuple(limits),
+    )
+
+
+def _make_inputs(
+    traces: Sequence[Trace],
+    placings: Sequence[Placing],
+    calls: Sequence[Calls],
+    clocks_ns: Sequence[int],
+) -> list[RankInput]:
+    """Make what the graph takes of each rank.
+
+    Args:
+        traces: of each rank, without late ends of collectives.
+        placings: where their events belong.
+        calls: their collectives.
+        clocks_ns: what to add to each rank's times.
+    """
     phases: Numbered[str] = Numbered()
     names: Numbered[str] = Numbered()
-    firsts = _number_first_steps([placing for _, placing in ranks])
+    firsts = _number_first_steps(placings)
     inputs = []
-    for at, (trace, (_, placing)) in enumerate(zip(traces, ranks)):
+    for at, (trace, placing) in enumerate(zip(traces, placings)):
         lead_ns = measure_device_lead(trace, placing)
         one = RankInput(
             at=at,
@@ -71,25 +108,7 @@ def build_graph(ranks: Sequence[tuple[Trace, Placing]]) -> Graph:
             names=names,
         )
         inputs.append(one)
-    parts = Parts()
-    device_clocks_ns = [one.clock_ns - one.device_lead_ns for one in inputs]
-    meetings = find_meetings(calls, groups, device_clocks_ns)
-    arrivals = find_last_arrivals(meetings, len(inputs), calls)
-    works = [_add_rank(parts, one, arrivals[one.at]) for one in inputs]
-    connect_meetings(parts, meetings, [work.of_calls for work in works])
-    ordered = put_in_order(parts)
-    boundaries = [_find_boundary(one, parts, ordered) for one in inputs]
-    return Graph(
-        lanes=tuple(parts.lanes),
-        phases=tuple(phases),
-        names=tuple(names),
-        activities=ordered.activities,
-        edges=ordered.edges,
-        boundaries=tuple(boundaries),
-        contradicted=ordered.contradicted,
-        seen=ordered.seen,
-        limits=tuple(limits),
-    )
+    return inputs
 
 
 def _match_ranks(
