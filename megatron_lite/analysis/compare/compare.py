@@ -693,7 +693,7 @@ def _describe_times(totals: Sequence[Total], parts: dict[str, Any], phases: tupl
     Args:
         totals: What both runs have.
         parts: What `pair_traces` gives.
-        phases: Of typical steps.
+        phases: Pairs of the phases of typical steps.
     """
     if any(total.name == WHOLE_STEP for total in totals):
         # a profiler slows its steps down: differences of its phases are no parts of a typical step's difference
