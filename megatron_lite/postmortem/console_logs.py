@@ -97,8 +97,9 @@ SIGNALS_OF_OTHERS = (-signal.SIGKILL, -signal.SIGTERM)
 JSON_OF_CONTAINER = '{"log":"'
 # files of text beside logs
 OTHER_FILES = re.compile(
-    r".*\.(?:py|pyi|ipynb|json|jsonl|html|md|rst|tex|yaml|yml|csv|tsv|toml|cfg|ini|xml|css|js|sh|bash|sbatch|slurm|c|cc|"
-    r"cpp|cu|h|hpp|lock)|(?:requirements.*|vocab|merges)\.txt|(?:LICENSE|README|Makefile|Dockerfile|hostfile).*",
+    r".*\.(?:py|pyi|ipynb|json|jsonl|html|md|rst|tex|yaml|yml|csv|tsv|toml|cfg|ini|xml|css|js|lock|"
+    r"sh|bash|sbatch|slurm|c|cc|cpp|cu|h|hpp)|"
+    r"(?:requirements.*|vocab|merges)\.txt|(?:LICENSE|README|Makefile|Dockerfile|hostfile).*",
     re.IGNORECASE,
 )
 SPAWN_ERROR = "ProcessExitedException"

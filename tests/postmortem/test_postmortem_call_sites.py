@@ -25,7 +25,7 @@ STEP = StackFrame("step", "/home/u/train.py", 88)
         ("<frozen importlib._bootstrap>", False),
         ("/usr/lib/x86_64-linux-gnu/libc.so.6", False),
         (f"{SITE}megatron_lite/train/step.py", True),
-        ("/work/megatron_lite/watch/profiler.py", False),
+        ("/code/megatron_lite/watch/profiler.py", False),
     ],
 )
 def test_files_of_the_program_are_told_from_libraries(file, is_program):

@@ -9,7 +9,7 @@ from support.flight_recordings import RecordedJob
 from megatron_lite.postmortem.collect import collect_evidence
 from megatron_lite.postmortem.evidence import CallState, JobEvidence
 
-FILE = "/work/train.py"
+FILE = "/code/train.py"
 
 
 @pytest.fixture

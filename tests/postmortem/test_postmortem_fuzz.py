@@ -29,7 +29,7 @@ def make_job(backend: str = "nccl") -> RecordedJob:
 
 DUMP = make_job().dump(0)
 DUMP_JSON = make_job("gloo").dump_json(0)
-TRACEBACK = made.make_traceback("/work/train.py", 80, "step")
+TRACEBACK = made.make_traceback("/code/train.py", 80, "step")
 TEXTS = [
     made.make_dump([TRACEBACK, TRACEBACK], "dump_traceback", {1: (503, made.REFUSED)}),
     made.make_dump([made.make_counters(TCPStore__wait=1)] * 2, "wait_counter_values"),

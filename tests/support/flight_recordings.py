@@ -22,7 +22,7 @@ BETWEEN_NS = 1_000_000
 LIBRARY = "/usr/lib/python3.11/site-packages/torch/distributed/"
 TIMEOUT_MS = 600_000
 Site = tuple[str, int, str]  # file, line, function
-STEP: Site = ("/work/train.py", 88, "step")
+STEP: Site = ("/code/train.py", 88, "step")
 Shape = Sequence[int]
 
 
