@@ -44,7 +44,7 @@ def describe_failure(step: ComparedStep, before: Sequence[ComparedStep]) -> str:
     spike = describe_loss_spike(step.loss, before)
     if spike:
         return spike
-    norms = [one.grad_norm for one in _list_sound(before) if one.grad_norm is not None]
+    norms = [one.grad_norm for one in list_sound(before) if one.grad_norm is not None]
     if len(norms) >= MIN_STEPS_BEFORE and step.grad_norm > NORM_FACTOR * max(norms):
         return f"the gradient norm is {step.grad_norm:.4g}, at most {max(norms):.4g} in the {len(norms)} steps before"
     return ""
@@ -57,7 +57,7 @@ def describe_loss_spike(loss: float, before: Sequence[ComparedStep]) -> str:
         loss: Mean loss of the step, in nats per token.
         before: Steps before it, the oldest first.
     """
-    losses = [one.loss for one in _list_sound(before) if one.loss is not None]
+    losses = [one.loss for one in list_sound(before) if one.loss is not None]
     if len(losses) < MIN_STEPS_BEFORE:
         return ""
     allowed = max(LOSS_RANGE * (max(losses) - min(losses)), LOSS_SHARE * max(losses))
@@ -66,6 +66,6 @@ def describe_loss_spike(loss: float, before: Sequence[ComparedStep]) -> str:
     return f"the loss is {loss:.4g}, at most {max(losses):.4g} in the {len(losses)} steps before"
 
 
-def _list_sound(before: Sequence[ComparedStep]) -> Sequence[ComparedStep]:
+def list_sound(before: Sequence[ComparedStep]) -> Sequence[ComparedStep]:
     """List the newest steps whose figures are numbers."""
     return [one for one in before if one.loss is not None and one.grad_norm is not None][-STEPS_COMPARED:]

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -14,7 +15,14 @@ from megatron_lite.analysis.replay.attempts import ReplayInput
 from megatron_lite.analysis.replay.conclude import conclude
 from megatron_lite.cli.parser import Parser, write_json
 from megatron_lite.cli.rank_processes import EndedRank, RunLimits, run_ranks
-from megatron_lite.cli.replayed_run import ReplayedRun, ReplayStart, find_start, read_replayed_run
+from megatron_lite.cli.replayed_run import (
+    ReplayedRun,
+    ReplayStart,
+    find_other_bits,
+    find_other_order,
+    find_start,
+    read_replayed_run,
+)
 from megatron_lite.errors import UserError
 from megatron_lite.formats.replay_record import REPLAYED_RANK_FILE, REQUEST_FILE, RankRecord, ReplayRequest
 from megatron_lite.formats.replay_report import ReplayCause
@@ -43,7 +51,7 @@ def run(argv: list[str]) -> int:
     options = _read_options(argv)
     began = time.monotonic()
     replayed = read_replayed_run(Path(options.run), options.step)
-    other_bits = _find_other_bits(replayed, options.force)
+    other_bits = _find_missing_gpus(replayed, options.force) or find_other_bits(replayed, options.step)
     with tempfile.TemporaryDirectory(prefix="megatron-lite-replay-") as name:
         folder = Path(options.keep or name).absolute()
         folder.mkdir(parents=True, exist_ok=True)
@@ -70,7 +78,8 @@ def _gather(
         started_from=start.described,
         load=start.load,
         other_bits=changed,
-        notes=(f"{ranks} on {records[0].device} in {records[0].precision}", *start.notes),
+        other_order=find_other_order(replayed, start),
+        notes=(f"{ranks} on {records[0].device} in {records[0].precision}",),
     )
 
 
@@ -84,6 +93,9 @@ def _run_ranks(
     """
     step: int = options.step
     request = ReplayRequest(step=step, logged=replayed.logged)
+    for rank in range(replayed.ranks):
+        # of an earlier replay that was kept here
+        (folder / REPLAYED_RANK_FILE.format(rank)).unlink(missing_ok=True)
     (folder / REQUEST_FILE).write_bytes(msgspec.json.encode(request))
     environment = prepend_python_path({**os.environ, **replayed.record.environment}, PACKAGE_FOLDER)
     threads = replayed.plan.world.threads
@@ -99,29 +111,40 @@ def _run_ranks(
         ended = run_ranks(script, replayed.ranks, environment, RunLimits(step, options.timeout), options.output)
     finally:
         line.wipe()
-    return [_read_record(folder, rank, ended) for rank in range(replayed.ranks)]
+    return read_answers(folder, ended)
 
 
-def _read_record(folder: Path, rank: int, ended: Sequence[EndedRank]) -> RankRecord:
-    """Read a rank's answer.
+def read_answers(folder: Path, ended: Sequence[EndedRank]) -> list[RankRecord]:
+    """Read the answers of all ranks.
+
+    Args:
+        folder: Where they lie.
+        ended: How the ranks ended.
 
     Raises:
-        UserError: It has none, or says why it could not answer.
+        UserError: One of them has none, or says why it could not answer.
     """
-    path = folder / REPLAYED_RANK_FILE.format(rank)
-    record = None
-    if path.exists():
+    records: list[RankRecord] = []
+    missing: list[int] = []
+    for rank in range(len(ended)):
+        path = folder / REPLAYED_RANK_FILE.format(rank)
+        if not path.exists():
+            missing.append(rank)
+            continue
         record = msgspec.json.decode(path.read_bytes(), type=RankRecord)
-    if record is None:
+        if record.failure:
+            raise UserError(f"megatron-lite replay: {record.failure}")
+        records.append(record)
+    if missing:
+        # one that ended by itself before those that were stopped for its sake
+        rank = min(missing, key=lambda one: ended[one].code == -signal.SIGTERM)
         end = ended[rank]
         why = "was still running when the time was over" if end.code is None else f"ended with exit code {end.code}"
         raise UserError(f"megatron-lite replay: rank {rank} {why}: {end.last_line}; --output shows all it says.")
-    if record.failure:
-        raise UserError(f"megatron-lite replay: {record.failure}")
-    return record
+    return records
 
 
-def _find_other_bits(replayed: ReplayedRun, is_forced: bool) -> str:
+def _find_missing_gpus(replayed: ReplayedRun, is_forced: bool) -> str:
     """Find out why this machine cannot give the run's bits; "": nothing is known that stands against it.
 
     Raises:

@@ -1,8 +1,10 @@
 """Reads what a run was, and finds from where a step of it can be run again."""
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 
 import msgspec
@@ -21,6 +23,9 @@ MAX_KEPT_STEPS = 4096  # before the step, that are read of what was logged
 MAX_STEPS_FROM_START = 1000  # that are run where there is no checkpoint, unless --from 0 asks for more
 STEP_LINE = b'"kind":"step"'
 MAX_LOGGED_LINE_BYTES = 1 << 20
+DATA_ENDINGS = (".bin", ".idx")
+MOMENT_S = 1.0  # by which run.json rounds a moment
+MIN_RANKS_OF_ORDER = 3  # of two the sum is the same in any order
 
 
 class StepLine(msgspec.Struct, frozen=True):
@@ -68,13 +73,13 @@ class ReplayStart:
         described: In words.
         flags: Of the ranks.
         load: Flags by which the run itself would go on from there; "": from its own start.
-        notes: What is worth knowing.
+        iteration: The iteration after which it begins.
     """
 
     described: str
     flags: tuple[str, ...]
     load: str
-    notes: tuple[str, ...] = ()
+    iteration: int
 
 
 def read_replayed_run(folder: Path, step: int) -> ReplayedRun:
@@ -156,29 +161,21 @@ def find_start(run: ReplayedRun, step: int, chosen: int | None, folder: Path) ->
         UserError: There is no such place.
     """
     c = run.args.checkpoint
-    found: dict[int, str] = {}
-    for source in (c.load, c.save):
-        for iteration in _list_checkpoints(source):
-            found[iteration] = source or ""
+    found = _find_checkpoints(run)
     before = sorted(iteration for iteration in found if iteration < step)
     at = chosen
     if at is None:
         at = before[-1] if before else 0
-    notes = []
-    if run.started_at >= step:
-        notes.append(f"the run was started again after iteration {run.started_at}: the flags are those of that start")
-    if at in found and not (c.finetune and at == run.started_at):
+    if at in found:
         source = found[at]
         checkpoint = CheckpointArgs(load=source, ckpt_step=at, ckpt_format=c.ckpt_format)
         flags = _write(run, checkpoint, folder)
-        return ReplayStart(
-            f"the checkpoint of iteration {at}", flags, f"--load {source} --ckpt-step {at}", tuple(notes)
-        )
+        return ReplayStart(f"the checkpoint of iteration {at}", flags, f"--load {source} --ckpt-step {at}", at)
     _check_start(run, step, chosen, sorted(found))
     checkpoint = replace(CheckpointArgs(), pretrained_checkpoint=c.pretrained_checkpoint, ckpt_format=c.ckpt_format)
     if c.finetune:
         checkpoint = replace(checkpoint, load=c.load, ckpt_step=c.ckpt_step, finetune=True)
-    return ReplayStart("the run's start, as no checkpoint lies before the step", _write(run, checkpoint, folder), "")
+    return ReplayStart("the run's start, as no checkpoint lies before the step", _write(run, checkpoint, folder), "", 0)
 
 
 def _check_start(run: ReplayedRun, step: int, chosen: int | None, found: Sequence[int]) -> None:
@@ -204,6 +201,78 @@ def _check_start(run: ReplayedRun, step: int, chosen: int | None, found: Sequenc
         )
     if step > MAX_STEPS_FROM_START and chosen is None:
         raise UserError(f"--step {step}: no checkpoint lies before it; --from 0 runs all {step} steps from the start.")
+
+
+def _find_checkpoints(run: ReplayedRun) -> dict[int, str]:
+    """Find the iterations of the run's own checkpoints, and the folder of each.
+
+    In another folder than its own only what it went on from is of this run: later ones are another run's. With
+    --finetune it counted its iterations anew. Of a run that has logged nothing it is unknown where it began.
+    """
+    c = run.args.checkpoint
+    found: dict[int, str] = {}
+    if c.load is not None and not c.finetune:
+        is_own = c.save is not None and os.path.realpath(c.load) == os.path.realpath(c.save)
+        for iteration in _list_checkpoints(c.load):
+            if is_own or not run.logged or iteration <= run.started_at:
+                found[iteration] = c.load
+    if c.save is not None:
+        for iteration in _list_checkpoints(c.save):
+            found[iteration] = c.save
+    return found
+
+
+def find_other_bits(run: ReplayedRun, step: int) -> str:
+    """Find out what has changed since the run computed a step, so that its bits are not to be expected; "": nothing is
+    known.
+
+    Args:
+        run: The run.
+        step: The iteration.
+    """
+    if run.started_at >= step:
+        return f"the run was started again after iteration {run.started_at}: the flags are those of that start"
+    over = _read_moment(run.record.ended or run.record.started)
+    if over is None:
+        return ""
+    for prefix in _list_prefixes(run.args):
+        for ending in DATA_ENDINGS:
+            path = Path(f"{prefix}{ending}")
+            if path.is_file() and path.stat().st_mtime > over + MOMENT_S:
+                return f"{path} has changed since the run"
+    return ""
+
+
+def _read_moment(text: str | None) -> float | None:
+    """Read a moment of run.json, in seconds since 1970; None where it holds none."""
+    try:
+        return datetime.strptime(text or "", "%Y-%m-%dT%H:%M:%S%z").timestamp()
+    except (ValueError, OverflowError):
+        return None
+
+
+def _list_prefixes(args: Args) -> list[str]:
+    """List the files that training data come from, without .bin and .idx; weights stand among them."""
+    d = args.data
+    return [*(d.data_path or ()), *(d.train_data_path or ())]
+
+
+def find_other_order(run: ReplayedRun, start: ReplayStart) -> str:
+    """Find out why a replay may add up in another order than the run, so that last bits differ; "": it does not.
+
+    DistributedDataParallel puts gradients into other buckets behind the first step that it makes. Where a gradient
+    stands in its bucket says in which order three ranks or more add it up.
+
+    Args:
+        run: The run.
+        start: Where the replay begins.
+    """
+    layout = run.plan.layout
+    ranks = (layout.data or 1) * (layout.context or 1)
+    if ranks < MIN_RANKS_OF_ORDER or start.iteration == run.started_at:
+        return ""
+    why = f"the run did not start at iteration {start.iteration}"
+    return f"{why}, and sums over {ranks} ranks have another order behind a start"
 
 
 def _list_checkpoints(source: str | None) -> list[int]:

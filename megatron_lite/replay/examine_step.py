@@ -170,7 +170,7 @@ class StepExaminer:
             device=plan.device,
             precision=plan.precision,
             scales_dynamically=isinstance(training.optimizer.scaler, DynamicLossScale),
-            is_deterministic=plan.device == "cpu" or plan.args.training.deterministic_mode,
+            is_deterministic=is_deterministic(plan),
             started_at=started_at,
             weights=tuple(weights),
             update_ratio=training.update_ratio,
@@ -277,6 +277,15 @@ class StepExaminer:
             collect()
             if not describe_failure(record.steps[-1], self._list_before(first.record)):
                 return
+
+
+def is_deterministic(plan: Plan) -> bool:
+    """Whether operations give the same bits each time, as this trainer's own do on a CPU.
+
+    Those of a model of others may not: backward of indexing adds with several threads in any order.
+    """
+    is_own_on_cpu = plan.device == "cpu" and plan.args.model.model is None
+    return is_own_on_cpu or plan.args.training.deterministic_mode
 
 
 def collect() -> None:

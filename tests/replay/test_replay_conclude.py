@@ -79,6 +79,19 @@ def test_a_step_that_was_not_logged_lowers_confidence():
     assert judge(SOUND, logged=logged(None)).confidence == "medium"
 
 
+def test_too_few_steps_before_it_lower_confidence():
+    """Of two steps no spike can be told."""
+    first = attempt(AttemptKind.FIRST, SOUND)
+    alone = {kind: msgspec.structs.replace(first, kind=kind, steps=first.steps[-2:]) for kind in AttemptKind}
+    record = RankRecord(
+        rank=0, ranks=1, started_at=STEP - 2, attempts=(alone[AttemptKind.FIRST], alone[AttemptKind.SECOND])
+    )
+    report = conclude(
+        ReplayInput(run="run", step=STEP, logged=logged(first=STEP - 1), records=[record], started_from="")
+    )
+    assert (report.cause, report.confidence) == (ReplayCause.NOTHING, "medium") and report.alternatives
+
+
 def test_without_the_sequence_that_stands_out_it_passes():
     sequences = [sequence(0, 30.0, share=0.9), *(sequence(row, 1.0) for row in range(1, 4))]
     without = attempt(AttemptKind.WITHOUT, SOUND)
@@ -217,6 +230,7 @@ def test_the_rank_that_differs_first_in_the_order_of_the_step():
         (STEP - 1, {}, "hardware", "medium"),
         (STEP, {}, "unknown", "low"),
         (1, {"other_bits": "torch was 1 and is 2"}, "unknown", "low"),
+        (1, {"other_order": "sums over 4 ranks"}, "hardware", "medium"),
     ],
 )
 def test_a_step_that_is_sound_where_it_runs_again(first, known, cause, confidence):
@@ -242,3 +256,5 @@ def test_a_silent_difference_behind_equal_bits_is_hardware_with_doubt():
     )
     report = judge(SOUND, logged=other)
     assert (report.cause, report.confidence) == (ReplayCause.HARDWARE, "medium")
+    report = judge(SOUND, logged=other, other_order="sums over 4 ranks")
+    assert (report.cause, report.confidence) == (ReplayCause.NOTHING, "medium")

@@ -4,21 +4,30 @@ import contextlib
 import io
 import json
 import re
+import signal
 import sys
+from dataclasses import replace
+from unittest import mock
 
 import msgspec
 import pytest
 import torch
-from support.launch import flags, pretrain, steps
+from support.launch import flags, plan_of, pretrain, steps
 from support.paths import REPO
 
 sys.path.insert(0, str(REPO))
 
 from benchmarks.planted_steps import BaseRun, flip_in_attempt, list_planted, replay_here
 from megatron_lite.cli import main
+from megatron_lite.cli.rank_processes import EndedRank
+from megatron_lite.cli.replay import read_answers
+from megatron_lite.cli.replayed_run import find_other_bits, find_other_order, find_start, read_replayed_run
 from megatron_lite.data.sample_pieces import find_pieces
 from megatron_lite.errors import UserError
+from megatron_lite.formats.replay_record import RankRecord
 from megatron_lite.formats.replay_report import ReplayCause, ReplayReport
+from megatron_lite.replay import rank_process
+from megatron_lite.replay.examine_step import is_deterministic
 from megatron_lite.replay.module_observer import add_bits
 
 
@@ -110,6 +119,95 @@ def test_gpus_that_are_not_here(short_run, tmp_path, capsys):
     run = copy(short_run, tmp_path / "run", settings=on_gpus)
     assert main.main(["replay", str(run), "--step", "3"]) == 2
     assert "--force" in capsys.readouterr().err
+
+
+def load_from(load, save, finetune=False):
+    """Settings of a run that goes on from a folder of checkpoints and saves into another."""
+
+    def change(run):
+        run["plan"]["args"]["checkpoint"].update(load=str(load), save=str(save), finetune=finetune)
+        return run
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("finetune", "resumed_at", "step", "iteration"),
+    [(False, 4, 11, 4), (False, 8, 11, 8), (True, 0, 11, 0)],
+)
+def test_of_another_runs_checkpoints_only_what_it_went_on_from(
+    short_run, tmp_path, finetune, resumed_at, step, iteration
+):
+    """The folder that is loaded holds checkpoints of iterations 4, 8 and 12."""
+
+    def resume(lines):
+        for line in lines:
+            if line["kind"] == "step":
+                line["step"] = line["iteration"] - resumed_at
+        return [line for line in lines if line.get("step", 1) > 0]
+
+    run = copy(short_run, tmp_path / "run", resume, load_from(short_run, tmp_path / "none", finetune))
+    start = find_start(read_replayed_run(run, step), step, None, tmp_path)
+    assert start.iteration == iteration
+
+
+def test_flags_of_a_later_start_are_not_those_of_the_step(short_run, tmp_path):
+    """A step that was logged as NaN, and a start since then with another limit of gradients: no hardware."""
+
+    def spoil(lines):
+        [step] = [line for line in lines if line.get("iteration") == 8]
+        step.update(loss=None, grad_norm=None, skipped=True)
+        return [*lines, {**step, "iteration": 13, "step": 1}]
+
+    report = replay_here(copy(short_run, tmp_path / "run", spoil), 8)
+    assert (report.cause, report.confidence) == (ReplayCause.UNKNOWN, "low")
+
+
+def test_documents_that_were_mended_since_the_run_are_no_hardware(short_run, tmp_path):
+    def moved(run):
+        run["started"] = run["ended"] = "2020-01-01T00:00:00+0000"
+        return run
+
+    known = read_replayed_run(copy(short_run, tmp_path / "run", settings=moved), 8)
+    assert "documents.bin" in find_other_bits(known, 8)
+    assert find_other_bits(read_replayed_run(short_run, 8), 8) == ""
+
+
+@pytest.mark.parametrize(("data", "at", "is_same"), [(4, 8, False), (4, 0, True), (2, 8, True)])
+def test_sums_of_many_ranks_have_the_order_of_the_run_only_from_its_start(short_run, tmp_path, data, at, is_same):
+    def on_ranks(run):
+        run["plan"]["layout"]["data"] = data
+        return run
+
+    known = read_replayed_run(copy(short_run, tmp_path / "run", settings=on_ranks), 11)
+    start = find_start(known, 11, at, tmp_path)
+    assert (find_other_order(known, start) == "") == is_same
+
+
+def test_answers_of_an_earlier_replay_are_not_read_again(short_run, tmp_path):
+    """The ranks fail before they answer, in a folder that holds an answer."""
+    run = copy(short_run, tmp_path / "run")
+    kept = tmp_path / "kept"
+    replay_here(run, 6, "--keep", str(kept))
+    assert (kept / "rank0.json").exists()
+    with mock.patch.object(rank_process, "main", lambda words: 1), pytest.raises(UserError):
+        replay_here(run, 6, "--keep", str(kept))
+
+
+def test_a_ranks_reason_comes_before_those_that_were_stopped_for_it(tmp_path):
+    record = RankRecord(rank=1, ranks=2, failure="its own reason")
+    (tmp_path / "rank1.json").write_bytes(msgspec.json.encode(record))
+    with pytest.raises(UserError, match="its own reason"):
+        read_answers(tmp_path, [EndedRank(-signal.SIGTERM, ""), EndedRank(2, "")])
+    with pytest.raises(UserError, match="rank 1 "):
+        read_answers(tmp_path / "none", [EndedRank(-signal.SIGTERM, ""), EndedRank(-signal.SIGSEGV, "")])
+
+
+def test_only_the_trainers_own_operations_on_a_cpu_are_known_to_give_the_same_bits():
+    own = plan_of(flags())
+    assert is_deterministic(own)
+    model = replace(own.args.model, model="model.py:build")
+    assert not is_deterministic(replace(own, args=replace(own.args, model=model)))
 
 
 def test_damaged_lines_of_steps_are_passed_over(short_run, tmp_path):

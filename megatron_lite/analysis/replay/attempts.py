@@ -28,6 +28,7 @@ class ReplayInput:
         started_from: Where the attempts began, in words.
         load: Flags that go on from there; "": from the run's own start.
         other_bits: Why the bits of the run are not to be expected here; "": they are.
+        other_order: Why sums may be made in another order than in the run, so that last bits differ; "": they are not.
         notes: What ran.
     """
 
@@ -38,6 +39,7 @@ class ReplayInput:
     started_from: str
     load: str = ""
     other_bits: str = ""
+    other_order: str = ""
     notes: tuple[str, ...] = ()
 
     def find_attempt(self, kind: AttemptKind) -> AttemptRecord | None:

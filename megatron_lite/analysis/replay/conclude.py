@@ -28,7 +28,7 @@ from megatron_lite.formats.replay_report import (
     ReplayReport,
     ReplaySequence,
 )
-from megatron_lite.step_failure import describe_failure, describe_loss_spike
+from megatron_lite.step_failure import MIN_STEPS_BEFORE, describe_failure, describe_loss_spike, list_sound
 from megatron_lite.units import counted, significant
 
 HIGH = "high"
@@ -121,6 +121,11 @@ class StepFacts:
     def is_deterministic(self) -> bool:
         """Whether the device gives the same bits each time."""
         return self.record.is_deterministic
+
+    @property
+    def gives_run_bits(self) -> bool:
+        """Whether sound hardware gives the run's bits, as far as is known."""
+        return self.is_deterministic and not self.known.other_bits and not self.known.other_order
 
     @property
     def first_output(self) -> ReplayPlace | None:
@@ -287,7 +292,7 @@ def _judge_other_figures(facts: StepFacts) -> Conclusion | None:
     known = facts.known
     found = facts.reproduction
     at = found.differs_at
-    is_exact = not known.other_bits and facts.is_deterministic and found.equal_before >= MIN_EQUAL_STEPS
+    is_exact = facts.gives_run_bits and found.equal_before >= MIN_EQUAL_STEPS
     changes_the_answer = bool(facts.failure) != bool(facts.logged_failure)
     if not (changes_the_answer or is_exact):
         # other kernels, threads or versions
@@ -310,7 +315,9 @@ def _judge_other_figures(facts: StepFacts) -> Conclusion | None:
         sentence = f"iteration {at} gives other bits where it runs again: the run's own machine computed wrongly once"
         return Conclusion(ReplayCause.HARDWARE, MEDIUM, sentence, evidence, [changed])
     sentence = f"iteration {at} is sound where it runs again: the run's own machine computed wrongly once"
-    alternatives = [] if is_exact else ["operations that are not deterministic", changed]
+    alternatives = [changed]
+    if not is_exact:
+        alternatives.insert(0, known.other_order or "operations that are not deterministic")
     return Conclusion(ReplayCause.HARDWARE, HIGH if is_exact else MEDIUM, sentence, evidence, alternatives)
 
 
@@ -341,6 +348,11 @@ def _judge_healthy(facts: StepFacts) -> Conclusion:
         confidence = MEDIUM
         alternatives.append(f"data: {_describe_suspects(facts)} stands out, though the step does not")
     sentence = f"the step is like those before it: {figures}"
+    before = len(list_sound(facts.before))
+    if before < MIN_STEPS_BEFORE:
+        confidence = MEDIUM
+        sentence = f"the step's figures are numbers: {figures}"
+        alternatives.append(f"a spike: {counted(before, 'step')} before it are too few to compare with")
     return Conclusion(ReplayCause.NOTHING, confidence, sentence, evidence, alternatives)
 
 
@@ -351,7 +363,7 @@ def _describe_reproduction(facts: StepFacts) -> Iterator[str]:
         yield f"{steps} that the run has logged: each gives the logged bits"
     elif found.differs_at is not None:
         share = significant(found.largest_difference, 2)
-        yield f"from iteration {found.differs_at} on losses differ from those logged, at first by a share of {share}"
+        yield f"from iteration {found.differs_at} on figures differ from those logged, its loss by a share of {share}"
 
 
 def _judge_failure(facts: StepFacts) -> Conclusion:
@@ -542,8 +554,9 @@ def _list_not_tested(facts: StepFacts) -> Iterator[str]:
     for attempt in facts.record.attempts:
         if attempt.left_out:
             yield f"{TITLES[attempt.kind]}: {attempt.left_out}"
-    if facts.known.other_bits:
-        yield f"the run's own bits: {facts.known.other_bits}"
+    for why in (facts.known.other_bits, facts.known.other_order):
+        if why:
+            yield f"the run's own bits: {why}"
     if not facts.updates and facts.failure:
         yield "outputs that leave their range: the step before was not run, as the checkpoint is from then"
     if facts.logged is None:
