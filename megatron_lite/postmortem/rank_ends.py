@@ -6,6 +6,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_lite.postmortem.call_sites import DISTRIBUTED
 from megatron_lite.postmortem.evidence import ProcessEnd, StackFrame
 from megatron_lite.postmortem.rank_lists import find_earliest
 
@@ -17,10 +18,14 @@ LOST_OTHERS = re.compile(
     r"store might be down|failed to recv, got 0 bytes|unhandled system error|remote error",
     re.IGNORECASE,
 )
+# what befell this rank alone, also where a library's watchdog says it: a worker of its loader, its GPU
+OF_ITSELF = re.compile(r"DataLoader timed out|CUDA error: ")
 LIBRARY_CLASSES = ("DistBackendError", "DistNetworkError", "DistStoreError", "DistError")
-# what libraries say when ranks do not agree on a call
+# Python's own, which storage and web services raise, too
+CLASSES_OF_ANYBODY = ("TimeoutError", "ConnectionError")
+# what libraries say when ranks do not agree on a call; other parts of torch "enforce", too: memory, files
 DISAGREEMENT = re.compile(
-    r"mismatch between collectives|collectives? differ|collective mismatch|enforce fail|preamble\.length|"
+    r"mismatch between collectives|collectives? differ|collective mismatch|enforce fail at \S*gloo|preamble\.length|"
     r"inconsistent \d* ?params|verif\w* (?:model )?(?:params|parameter)|DDP expects same model|ncclInvalidArgument|"
     r"ncclInvalidUsage|Received data size doesn't match",
     re.IGNORECASE,
@@ -124,7 +129,7 @@ def classify_end(end: ProcessEnd) -> EndKind:
     if end.error or end.message:
         if DISAGREEMENT.search(said):
             return EndKind.DISAGREEMENT
-        if end.is_consequence or (end.is_consequence is None and _tells_of_others(name, said)):
+        if end.is_consequence or (end.is_consequence is None and _tells_of_others(name, said, end.frames)):
             return EndKind.LOST_OTHERS
         if end.error:
             return EndKind.OWN_ERROR
@@ -144,9 +149,20 @@ def classify_end(end: ProcessEnd) -> EndKind:
     return EndKind.LOST_OTHERS if is_of_other else EndKind.OWN_ERROR
 
 
-def _tells_of_others(name: str, said: str) -> bool:
-    """Whether an error is a library's, on ranks that are gone or late; the program may time out, too."""
-    is_of_library = name in LIBRARY_CLASSES or name in ("RuntimeError", "", "TimeoutError", "ConnectionError")
+def _tells_of_others(name: str, said: str, frames: Sequence[StackFrame]) -> bool:
+    """Whether an error is a library's, on ranks that are gone or late; the program may time out, too.
+
+    Args:
+        name: The class of the error, without its module.
+        said: The class and what it says.
+        frames: Its traceback.
+    """
+    if OF_ITSELF.search(said):
+        return False
+    is_elsewhere = bool(frames) and not any(DISTRIBUTED.search(frame.file) for frame in frames)
+    if name in CLASSES_OF_ANYBODY and is_elsewhere:
+        return False
+    is_of_library = name in (*LIBRARY_CLASSES, *CLASSES_OF_ANYBODY, "RuntimeError", "")
     return is_of_library and LOST_OTHERS.search(said) is not None
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from megatron_lite.postmortem.evidence import EventKind, JobEvidence, RankProgress
 from megatron_lite.postmortem.postmortem_results import FailureKind as Kind
-from support.evidence_maker import LOADER, STEP, WAIT, MadeJob, frame
+from support.evidence_maker import LOADER, STEP, TORCH, WAIT, MadeJob, frame
 
 LOST = "[pair.cc:553] Connection closed by peer [127.0.0.1]:18593"
 TIMED_OUT = "[unbound_buffer.cc:78] Timed out waiting 6000ms for recv operation to complete"
@@ -420,6 +420,52 @@ def an_exception_of_a_dataset() -> JobEvidence:
     job = steps(2)
     stack = (frame(9, "__getitem__", "/home/u/data.py"), LOADER, frame(*STEP))
     job.end(1, exit_code=1, error="KeyError", message="'text'", frames=stack)
+    follow(job, [0])
+    return job.evidence()
+
+
+@case(Expected(Kind.HOST_MEMORY, (1,), "high"))
+def no_memory_for_a_tensor_on_the_host() -> JobEvidence:
+    job = steps(2)
+    said = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"
+    job.end(1, exit_code=1, error="RuntimeError", message=said, frames=(frame(*STEP),))
+    follow(job, [0])
+    return job.evidence()
+
+
+@case(Expected(Kind.USER_EXCEPTION, (1,), "high"))
+def no_room_for_a_checkpoint() -> JobEvidence:
+    job = steps(2)
+    said = "[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0"
+    job.end(1, exit_code=1, error="RuntimeError", message=said, frames=(frame(60, "save"),))
+    follow(job, [0])
+    return job.evidence()
+
+
+@case(Expected(Kind.USER_EXCEPTION, (1,), "high", "train.py:70 in fetch"))
+def storage_times_out() -> JobEvidence:
+    job = steps(2)
+    stack = (frame(720, "recv_into", "/usr/lib/python3.11/socket.py"), frame(70, "fetch"))
+    job.end(1, exit_code=1, error="TimeoutError", message="timed out", frames=stack)
+    follow(job, [0])
+    return job.evidence()
+
+
+@case(Expected(Kind.NETWORK, (), "at most medium"))
+def meetings_time_out() -> JobEvidence:
+    job = MadeJob(2)
+    stack = (frame(258, "_create_c10d_store", f"{TORCH}distributed/rendezvous.py"), frame(3, "main"))
+    for rank in (0, 1):
+        said = "Broken pipe: the client socket has timed out"
+        job.end(rank, exit_code=1, error="TimeoutError", message=said, frames=stack)
+    return job.evidence()
+
+
+@case(Expected(Kind.DATA_LOADER, (1,), "high"))
+def a_loader_times_out() -> JobEvidence:
+    job = steps(2)
+    stack = (LOADER, frame(*STEP))
+    job.end(1, exit_code=1, error="RuntimeError", message="DataLoader timed out after 5 seconds", frames=stack)
     follow(job, [0])
     return job.evidence()
 
