@@ -22,6 +22,10 @@ from megatron_lite.postmortem.waits import Roots, Wait, find_roots, find_waits
 
 # an error of hardware may need so long to show in a process, by a timeout
 LONG_BEFORE_S = 7200.0
+# a job that hangs may not be looked at for so long
+LONG_HANG_S = 86400.0
+# the kernel's log reaches back to the machine's start, and holds what befell other jobs, too
+OF_KERNEL = (EventKind.XID, EventKind.HOST_OUT_OF_MEMORY)
 # names any machine
 LOOPBACK = "localhost"
 Placed = TypeVar("Placed", ProcessEnd, LogEvent, ProcessStacks)
@@ -114,15 +118,30 @@ class ObservedJob:
 
     def list_recent_events(self, kind: EventKind) -> list[LogEvent]:
         """List the lines of a kind in logs that reach far back, without those of long before the job failed."""
-        failed = [end.at for end in self.ends]
-        for other, events in self.events.items():
-            if other is not kind:
-                failed += [event.at for event in events]
-        first = find_earliest(failed)
-        events_of_kind = self.list_events(kind)
+        first = self._find_trouble()
+        events = self.list_events(kind)
         if first is None:
-            return events_of_kind
-        return [event for event in events_of_kind if event.at is None or event.at >= first - LONG_BEFORE_S]
+            return events
+        return [event for event in events if event.at is None or event.at >= first - LONG_BEFORE_S]
+
+    def _find_trouble(self) -> float | None:
+        """Find when trouble began to show, in seconds since 1970: by words on it, else by who went no farther, else by
+        looks at the job, else by the kernel's last words; None: unknown."""
+        told = [end.at for end in self.ends]
+        of_kernel = []
+        for kind, events in self.events.items():
+            times = [event.at for event in events if event.at is not None]
+            if kind in OF_KERNEL:
+                of_kernel += times
+            else:
+                told += times
+        last_calls = [calls[-1].created_s for calls in self.calls.by_rank.values() if calls]
+        looks = [stacks.taken_at for stacks in self.evidence.stacks]
+        looks += [one.seen_at for one in self.evidence.progress]
+        looked = find_earliest(looks)
+        since_look = None if looked is None else looked - LONG_HANG_S
+        candidates = (find_earliest(told), find_earliest(last_calls), since_look, max(of_kernel, default=None))
+        return next((time for time in candidates if time is not None), None)
 
     @cached_property
     def ends(self) -> list[RankEnd]:

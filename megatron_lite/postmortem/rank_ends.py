@@ -3,7 +3,7 @@
 import enum
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from megatron_lite.postmortem.call_sites import DISTRIBUTED
@@ -105,6 +105,10 @@ class RankEnd:
     def is_consequence(self) -> bool:
         """Whether it only followed others."""
         return self.kind in (EndKind.LOST_OTHERS, EndKind.ENDED)
+
+    def may_be_on(self, hosts: Collection[str]) -> bool:
+        """Tell whether the process may have run on one of some machines, where they are known."""
+        return not hosts or not self.host or self.host in hosts
 
 
 def name_signal(code: int) -> str:

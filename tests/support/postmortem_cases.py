@@ -505,6 +505,51 @@ def a_gpu_failed_days_before() -> JobEvidence:
     return job.evidence()
 
 
+@case(Expected(Kind.NEVER_ENTERED, (1,)))
+def machines_failed_days_before_a_hang() -> JobEvidence:
+    job = steps(2)
+    job.call(ranks=[0], ended=False)
+    job.stack(1, *SLEEP)
+    job.event(EventKind.XID, "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.", -200_000.0, code=79)
+    job.event(EventKind.HOST_OUT_OF_MEMORY, "Out of memory: Killed process 77 (chrome)", -200_500.0)
+    return job.evidence()
+
+
+@case(Expected(Kind.USER_EXCEPTION, (1,), "high"))
+def an_exception_after_an_xid_that_was_contained() -> JobEvidence:
+    job = steps(2)
+    job.event(EventKind.XID, "NVRM: Xid (PCI:0000:3b:00): 94, Contained", -3600.0, code=94, host="n1")
+    job.end(1, exit_code=1, error="ValueError", message="no such shard", frames=(frame(40, "step"),))
+    follow(job, [0])
+    return job.evidence()
+
+
+@case(Expected(Kind.HOST_MEMORY, (1,), "medium"))
+def the_kernel_kills_another_process() -> JobEvidence:
+    job = steps(2)
+    job.event(EventKind.HOST_OUT_OF_MEMORY, "Out of memory: Killed process 77 (chrome)", 0.5, pid=77)
+    job.end(1, exit_code=-9, pid=500)
+    follow(job, [0])
+    return job.evidence()
+
+
+@case(Expected(Kind.DIED, (1,), "at most high"))
+def the_kernel_of_another_machine_kills_a_process() -> JobEvidence:
+    job = steps(2)
+    job.event(EventKind.HOST_OUT_OF_MEMORY, "Out of memory: Killed process 77 (chrome)", -600.0, host="n1", pid=77)
+    job.event(EventKind.LAUNCHER_SAW_FAILURE, rank=1)
+    job.end(1, exit_code=-9, host="n2")
+    follow(job, [0])
+    return job.evidence()
+
+
+@case(Expected(Kind.USER_EXCEPTION, (1,), "at most low"))
+def an_exit_code_beside_a_log_of_the_kernel() -> JobEvidence:
+    job = steps(2)
+    job.end(1, exit_code=1)
+    return job.evidence(read="kernel logs")
+
+
 @case(Expected(Kind.USER_EXCEPTION, (1,), "at most medium"))
 def an_exception_beside_ranks_of_which_nothing_was_read() -> JobEvidence:
     job = MadeJob(8)

@@ -17,6 +17,7 @@ BATCH_EVENTS = {
     EventKind.JOB_CANCELED: "the job was canceled",
 }
 BROKEN = re.compile(r"closed|reset|Broken pipe|pair closure|got 0 bytes", re.IGNORECASE)
+ON_DEVICE = re.compile(r"CUDA|cuBLAS|cuDNN|NCCL|\bGPU\b", re.IGNORECASE)
 POLITE = (2, 10, 12, 15)
 MAX_STATES_NAMED = 3
 
@@ -54,12 +55,18 @@ def find_device_faults(job: ObservedJob) -> list[Suspicion]:
             hosts=hosts,
             alternatives=alternatives,
             missing=missing,
+            may_be_harmless=not ranks and _has_failed_elsewhere(job),
         )
     ]
 
 
+def _has_failed_elsewhere(job: ObservedJob) -> bool:
+    """Whether a rank ended with an exception that speaks of no GPU, so that a GPU need not be the reason."""
+    return any(end.kind is EndKind.OWN_ERROR and not ON_DEVICE.search(end.words) for end in job.ends)
+
+
 def _find_ranks_of(job: ObservedJob, events: Sequence[LogEvent]) -> tuple[int, ...]:
-    """Find the ranks of events: those named, else the only rank that failed on their machines."""
+    """Find the ranks of events: those named, else the only rank whose GPU may have failed it on their machines."""
     named = list_ranks(events)
     if named:
         return named
@@ -70,9 +77,9 @@ def _find_ranks_of(job: ObservedJob, events: Sequence[LogEvent]) -> tuple[int, .
 
 
 def _has_failed_on(end: RankEnd, hosts: set[str]) -> bool:
-    """Whether a process failed of its own, and may have run on one of these machines."""
-    is_there = not hosts or not end.host or end.host in hosts
-    return is_there and end.kind in (EndKind.OWN_ERROR, EndKind.SIGNAL)
+    """Whether a process failed of its own, perhaps for its GPU, and may have run on one of these machines."""
+    speaks_of_device = end.kind is EndKind.OWN_ERROR and ON_DEVICE.search(end.words) is not None
+    return end.may_be_on(hosts) and (speaks_of_device or end.kind is EndKind.SIGNAL)
 
 
 def find_device_errors(job: ObservedJob) -> list[Suspicion]:

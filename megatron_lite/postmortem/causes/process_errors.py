@@ -16,6 +16,7 @@ from megatron_lite.postmortem.causes.base import (
     quote_some,
     write_at,
 )
+from megatron_lite.postmortem.causes.wait_times import LOGS
 from megatron_lite.postmortem.evidence import EventKind, LogEvent, StackFrame
 from megatron_lite.postmortem.observed_job import ObservedJob, ObservedRank
 from megatron_lite.postmortem.postmortem_results import Fact, FailureKind
@@ -287,7 +288,7 @@ def _doubt_words(suspicion: Suspicion, code: int, headline: str) -> Suspicion:
 
 def _has_logs(job: ObservedJob) -> bool:
     """Whether what ranks wrote was read; ranks that tell of themselves have no logs."""
-    return not job.evidence.read or any("log" in kind for kind in job.evidence.read)
+    return not job.evidence.read or LOGS in job.evidence.read
 
 
 def find_lost_memory(job: ObservedJob) -> list[Suspicion]:
@@ -311,6 +312,7 @@ def find_lost_memory(job: ObservedJob) -> list[Suspicion]:
             next_steps=(LOWER_HOST_MEMORY,),
             onset=find_earliest(event.at for event in events),
             hosts=tuple(sorted({event.host for event in events if event.host})),
+            may_be_harmless=not ranks and any(end.exit_code in KILL for end in job.ends),
         )
     ]
 
@@ -324,27 +326,32 @@ def _weigh_kill(job: ObservedJob, events: Sequence[LogEvent], ranks: Sequence[in
         ranks: Who is thought to be killed.
     """
     is_named = bool(list_ranks(events))
-    gone = [rank for rank in ranks if rank in job.ranks and _is_gone(job.ranks[rank])]
-    return Confidence.HIGH if ranks and (is_named or not gone) else Confidence.MEDIUM
+    known = [job.ranks[rank] for rank in ranks if rank in job.ranks]
+    gone = [one.rank for one in known if _is_gone(one)]
+    killed = {event.pid for event in events}
+    pids = {one.end.pid for one in known if one.end is not None}
+    # a container numbers its processes by itself
+    may_be_another = None not in (*killed, *pids) and bool(pids) and killed.isdisjoint(pids)
+    is_sure = bool(ranks) and (is_named or not gone) and not may_be_another
+    return Confidence.HIGH if is_sure else Confidence.MEDIUM
 
 
 def _find_killed(job: ObservedJob, events: Sequence[LogEvent]) -> tuple[int, ...]:
     """Find the ranks that want of memory killed: named ones, else those that SIGKILL ended on these machines, or
     that are gone without a word."""
+    hosts = {event.host for event in events if event.host}
     first = find_first_seen(job)
     first_end = job.ranks[first].end if first is not None and first in job.ranks else None
-    if first is not None and first_end is not None and first_end.exit_code in KILL:
+    if first is not None and first_end is not None and first_end.exit_code in KILL and first_end.may_be_on(hosts):
         # a batch system may number launchers, not ranks
         return (first,)
     named = list_ranks(events)
     if named:
         return named
-    hosts = {event.host for event in events if event.host}
     killed = []
     for end in job.ends:
-        is_there = not hosts or not end.host or end.host in hosts
         may_be_killed = end.exit_code in KILL or end.kind is EndKind.UNKNOWN
-        if may_be_killed and is_there:
+        if may_be_killed and end.may_be_on(hosts):
             killed.append(end)
     return list_ranks(killed)
 
