@@ -18,7 +18,7 @@ from megatron_lite.postmortem.elastic_errors import is_error_file, read_error_fi
 from megatron_lite.postmortem.evidence import JobEvidence
 from megatron_lite.postmortem.flight_recordings import find_world_size, is_flight_recording, read_flight_recordings
 from megatron_lite.postmortem.process_stacks import is_stack_file, read_stack_file
-from megatron_lite.postmortem.recording_sets import choose_recordings
+from megatron_lite.postmortem.recording_sets import ATTEMPT_FOLDER, choose_recordings
 from megatron_lite.postmortem.run_records import (
     is_last_words,
     is_ranks_file,
@@ -30,6 +30,7 @@ from megatron_lite.postmortem.run_records import (
     read_steps_file,
 )
 from megatron_lite.shared_files import open_foreign
+from megatron_lite.units import counted
 
 # bytes of a file's beginning that its readers are shown
 RECOGNIZED_BYTES = 2**16
@@ -75,10 +76,10 @@ def collect_evidence(paths: Sequence[Path], readers: Sequence[EvidenceReader] = 
         readers: Kinds of files, surest first.
 
     Returns:
-        What all files tell together, with the flight recordings of the newest attempt. A file that cannot be read, or
-        is left out, is a line in `unread`, and never an error.
+        What all files of the newest attempt tell together, where folders of torchrun tell attempts apart. A file that
+        cannot be read, or is left out, is a line in `unread`, and never an error.
     """
-    pieces: list[JobEvidence] = []
+    read: list[tuple[Path, JobEvidence]] = []
     seen: set[tuple[int, int]] = set()
     unread: list[str] = []
     for file, is_named in _list_files(paths, unread):
@@ -92,9 +93,10 @@ def collect_evidence(paths: Sequence[Path], readers: Sequence[EvidenceReader] = 
             unread.append(f"{file}: {describe_io_error(error)}")
             continue
         if reader is not None:
-            pieces.append(_read_file(file, reader))
+            read.append((file, _read_file(file, reader)))
         elif is_named:
             unread.append(f"{file}: no kind of file that a job's last words are read from.")
+    pieces, attempt_notes = _drop_attempts(read)
     united = unite_evidence([*pieces, JobEvidence(unread=tuple(unread))])
     recordings, notes = choose_recordings(united.recordings, united.world_size)
     sizes = sorted({piece.world_size for piece in pieces if piece.world_size is not None})
@@ -108,7 +110,7 @@ def collect_evidence(paths: Sequence[Path], readers: Sequence[EvidenceReader] = 
         recordings=recordings,
         unanswered=keep_last_requests(united),
         world_size=world_size,
-        unread=united.unread + notes,
+        unread=united.unread + attempt_notes + notes,
     )
 
 
@@ -130,6 +132,44 @@ def _read_file(file: Path, reader: EvidenceReader) -> JobEvidence:
     with suppress(OSError):
         piece = replace(piece, written_at={reader.kind: file.stat().st_mtime})
     return replace(piece, read={reader.kind: 1})
+
+
+def _drop_attempts(read: Sequence[tuple[Path, JobEvidence]]) -> tuple[list[JobEvidence], tuple[str, ...]]:
+    """Leave out what attempts before the newest one of a launcher left behind: their failures are not the last one.
+
+    Args:
+        read: Files with what they tell.
+
+    Returns:
+        What the other files tell, and a line for each launcher. Flight recordings are kept: they are chosen later.
+    """
+    newest: dict[Path, int] = {}
+    for file, _ in read:
+        launcher, attempt = _find_attempt(file)
+        newest[launcher] = max(attempt, newest.get(launcher, attempt))
+    pieces = []
+    dropped: Counter[Path] = Counter()
+    for file, piece in read:
+        launcher, attempt = _find_attempt(file)
+        if attempt < newest[launcher]:
+            dropped[launcher] += 0 if piece.recordings else 1
+            piece = JobEvidence(recordings=piece.recordings, unread=piece.unread, read=piece.read)
+        pieces.append(piece)
+    notes = []
+    for launcher, number in dropped.items():
+        if number:
+            what = f"{counted(number, 'file')} of attempts before attempt_{newest[launcher]}"
+            notes.append(f"{launcher}: {what} left out; name the folder of an attempt to read it alone.")
+    return pieces, tuple(notes)
+
+
+def _find_attempt(file: Path) -> tuple[Path, int]:
+    """The folder of the launcher that a file lies in, and the number of its attempt; -1 for a file of no attempt."""
+    for folder in file.parents:
+        found = ATTEMPT_FOLDER.fullmatch(folder.name)
+        if found:
+            return folder.parent, int(found[1])
+    return file, -1
 
 
 def _list_files(paths: Sequence[Path], unread: list[str]) -> Iterator[tuple[Path, bool]]:

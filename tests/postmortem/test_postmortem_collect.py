@@ -82,3 +82,17 @@ def test_files_that_disagree_on_the_number_of_ranks_are_named(folder):
     evidence = collect_evidence([folder], [EvidenceReader("lines", READERS[0].recognizes, read)])
     assert evidence.world_size == 8
     assert "4, 8" in evidence.unread[0]
+
+
+def test_of_attempts_the_last_one_is_read(tmp_path):
+    for name in ("run/attempt_0/3/a", "run/attempt_1/2/a", "run/attempt_1/b", "other/attempt_0/0/a", "a"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"line {name}")
+    evidence = collect_evidence([tmp_path], READERS)
+    told = {event.text.removeprefix("line ") for event in evidence.events}
+    assert told == {"run/attempt_1/2/a", "run/attempt_1/b", "other/attempt_0/0/a", "a"}
+    (note,) = evidence.unread
+    assert note.startswith(f"{tmp_path / 'run'}: 1 file")
+    alone = collect_evidence([tmp_path / "run" / "attempt_0"], READERS)
+    assert len(alone.events) == 1
+    assert not alone.unread
