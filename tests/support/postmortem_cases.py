@@ -241,6 +241,7 @@ def one_rank_goes_on_where_the_others_log() -> JobEvidence:
         job.call(group="2", site=(10, "layer"))
     job.call(ranks=[0, 1, 3], site=(40, "log"), ended=False)
     job.call(ranks=[2], group="2", site=(10, "layer"), ended=False)
+    job.event(EventKind.COLLECTIVE_TIMEOUT, "gave up", 1800.0, rank=0)
     return job.evidence()
 
 
@@ -253,6 +254,7 @@ def a_circle_beside_ranks_without_recordings() -> JobEvidence:
     job.call(group="2", site=(10, "layer"))
     job.call(ranks=[3], site=(40, "log"), ended=False)
     job.call(ranks=[2], group="2", site=(10, "layer"), ended=False)
+    job.event(EventKind.COLLECTIVE_TIMEOUT, "gave up", 1800.0, rank=0)
     return job.evidence(without=[0, 1])
 
 
@@ -741,7 +743,28 @@ def libraries_abort_who_waited_too_long() -> JobEvidence:
     return job.evidence()
 
 
-@case(Expected(Kind.NONE, (), "at most medium"))
+@case(Expected(Kind.OTHER_ORDER, (0, 1), "low"))
+def ranks_that_call_ahead_are_looked_at_once() -> JobEvidence:
+    job = MadeJob(2)
+    for _ in range(5):
+        for group in ("1", "2"):
+            job.group(group, (0, 1))
+            job.call(group=group)
+    job.call(ranks=[0], group="1", ended=False)
+    job.call(ranks=[1], group="2", ended=False)
+    return job.evidence()
+
+
+@case(Expected(Kind.OTHER_ARGUMENTS, (1,), "low"))
+def a_broadcast_is_looked_at_once() -> JobEvidence:
+    job = steps(2)
+    job.call("broadcast", ranks=[1], ended=False)
+    job.call("broadcast", ranks=[0])
+    job.call(ranks=[0], ended=False)
+    return job.evidence()
+
+
+@case(Expected(Kind.NONE, (), "low"))
 def logs_go_on_after_the_recordings() -> JobEvidence:
     job = steps(2)
     job.call(ranks=[0], ended=False)
@@ -813,4 +836,5 @@ def another_root() -> JobEvidence:
     job.call("broadcast", ranks=[0, 2])
     job.call("broadcast", ranks=[1], ended=False)
     job.call("broadcast", ranks=[0, 2], ended=False)
+    job.event(EventKind.COLLECTIVE_TIMEOUT, "gave up", 1800.0, rank=0)
     return job.evidence()

@@ -13,7 +13,7 @@ from megatron_lite.postmortem.causes.base import (
     quote_some,
     write_wait,
 )
-from megatron_lite.postmortem.causes.wait_times import is_brief, measure_wait
+from megatron_lite.postmortem.causes.wait_times import HOW_LONG, is_brief, may_end, measure_wait
 from megatron_lite.postmortem.evidence import EventKind, ProcessStacks
 from megatron_lite.postmortem.matched_calls import EnteredCall, MatchedGroup, count_records
 from megatron_lite.postmortem.observed_job import ObservedJob, ObservedRank
@@ -51,7 +51,6 @@ RECORD = "Run it under `megatron-lite watch -- COMMAND`, which records collectiv
 ELSE_STUCK = "all ranks of the group have entered it, and the network or a kernel does not go on."
 WHICH_MEMBERS = "which ranks the group has: those that recorded a call in it are taken."
 WHICH_STATE = "the state of its process (ps -o stat= -p PID): a stopped one (T) stands at any line."
-HOW_LONG = "how long the others wait: a second look, or the time of the stacks."
 WHICH_CALL = "flight recordings (TORCH_FR_BUFFER_SIZE=2000): the call in which the others wait."
 ONLY_LOGS = "flight recordings and stacks: logs alone do not tell who entered which call."
 
@@ -210,8 +209,7 @@ def _suspect(job: ObservedJob, absence: Absence) -> Suspicion:
     kind, why = _choose_kind(job, absence, place)
     site = place.call_site if place else _find_last_site(job, ranks)
     confidence, missing, alternatives = _weigh(absence, place)
-    if _is_one_look(job) and measure_wait(job, call) is None:
-        # the wait may end a moment later
+    if may_end(job, call):
         confidence = Confidence.LOW
         missing = (*missing, HOW_LONG)
     if place is not None and place.activity is Activity.RUNS and not _is_known_to_run(job, ranks):
@@ -234,12 +232,6 @@ def _suspect(job: ObservedJob, absence: Absence) -> Suspicion:
         is_wait=True,
         is_brief=is_brief(job, call),
     )
-
-
-def _is_one_look(job: ObservedJob) -> bool:
-    """Whether nothing tells that somebody gave up waiting: NCCL writes recordings when it does, others when asked."""
-    backends = {recording.backend for recording in job.calls.recordings.values()}
-    return not job.ends and not job.events and backends != {"nccl"}
 
 
 def _is_known_to_run(job: ObservedJob, ranks: Sequence[int]) -> bool:

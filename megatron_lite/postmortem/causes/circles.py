@@ -14,7 +14,7 @@ from megatron_lite.postmortem.causes.base import (
     write_wait,
 )
 from megatron_lite.postmortem.causes.call_habits import sign_place
-from megatron_lite.postmortem.causes.wait_times import is_brief, measure_wait
+from megatron_lite.postmortem.causes.wait_times import HOW_LONG, is_brief, may_end, measure_wait
 from megatron_lite.postmortem.observed_job import ObservedJob
 from megatron_lite.postmortem.postmortem_results import FailureKind
 from megatron_lite.postmortem.rank_lists import name_ranks
@@ -42,15 +42,21 @@ def find_circles(job: ObservedJob) -> list[Suspicion]:
     departs = "" if ranks == circle else f"; no other rank makes the call of {name_ranks(ranks)} there"
     # where members of a group have no recording, one of the circle may depart from what those do
     is_unread = any(wait.is_guess or (wait.group is not None and wait.group.unread) for wait in waits)
-    is_open = is_unread or ranks != circle
+    confidence = Confidence.MEDIUM if is_unread or ranks != circle else Confidence.HIGH
+    missing: tuple[str, ...] = ()
+    # ranks may call ahead of each other, and wait later
+    if may_end(job, earliest.call):
+        confidence = Confidence.LOW
+        missing = (HOW_LONG,)
     return [
         Suspicion(
             kind=FailureKind.OTHER_ORDER,
             ranks=ranks,
             headline=f"{job.name(circle)} wait for each other{lasted}: {each}{departs}",
-            confidence=Confidence.MEDIUM if is_open else Confidence.HIGH,
+            confidence=confidence,
             evidence=tuple(evidence),
             next_steps=(SAME_ORDER,),
+            missing=missing,
             onset=earliest.call.created_s,
             collective=first.title,
             call_site=first.call.call_site,

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron_lite.postmortem.causes.absent_ranks import is_inside_of_call
 from megatron_lite.postmortem.causes.base import MAX_CITED, Confidence, Suspicion, cite_call, write_at, write_wait
-from megatron_lite.postmortem.causes.wait_times import is_brief, measure_wait
+from megatron_lite.postmortem.causes.wait_times import HOW_LONG, is_brief, may_end, measure_wait
 from megatron_lite.postmortem.matched_calls import NANOSECONDS, EnteredCall, MatchedGroup, list_pairs
 from megatron_lite.postmortem.observed_job import ObservedJob
 from megatron_lite.postmortem.postmortem_results import FailureKind
@@ -109,6 +109,8 @@ def _suspect_root(
     ranks = list_ranks(inside)
     others = list_ranks(have_left)
     title = group.describe(inside[0].name, inside[0].number)
+    # who sends a broadcast may leave before the others have it
+    is_open = may_end(job, inside[0])
     evidence = [cite_call(job, call, f"is still in {title}") for call in inside[:MAX_CITED]]
     evidence += [cite_call(job, call, f"has left {title} and gone on") for call in have_left[:MAX_CITED]]
     return Suspicion(
@@ -116,13 +118,14 @@ def _suspect_root(
         ranks=ranks,
         headline=f"{job.name(ranks)} {does(ranks, 'is', 'are')} still in {title}, which {name_ranks(others)} "
         f"{does(others, 'has', 'have')} left: another root keeps ranks in a call that others complete",
-        confidence=Confidence.MEDIUM,
+        confidence=Confidence.LOW if is_open else Confidence.MEDIUM,
         evidence=tuple(evidence),
         next_steps=(f"Give {inside[0].name} the same src or dst on all ranks{write_at(inside[0].call_site)}.",),
         onset=inside[0].created_s,
         collective=title,
         call_site=inside[0].call_site,
         alternatives=(ELSE_NETWORK,),
+        missing=(HOW_LONG,) if is_open else (),
         is_wait=True,
         is_brief=is_brief(job, inside[0]),
     )

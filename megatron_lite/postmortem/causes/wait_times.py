@@ -18,6 +18,7 @@ LOGS = "console logs"
 LOOKS = ("flight recordings", "dumps of stacks", "debug dumps")
 # between times of files
 MIN_LATER_S = 2.0
+HOW_LONG = "how long the others wait: a second look, or the time of the stacks."
 # somebody gave up waiting, or ended the job
 ENDING = (
     EventKind.COLLECTIVE_TIMEOUT,
@@ -50,6 +51,19 @@ def measure_wait(job: ObservedJob, call: EnteredCall | None) -> float | None:
     if until is None or until < since:
         return None
     return until - since
+
+
+def may_end(job: ObservedJob, call: EnteredCall | None) -> bool:
+    """Tell whether a wait may have ended a moment later: the job was looked at once, and nobody gave up waiting.
+
+    Args:
+        job: The job.
+        call: What is waited in.
+    """
+    # NCCL writes recordings when it gives up, others when asked
+    backends = {recording.backend for recording in job.calls.recordings.values()}
+    is_one_look = not job.ends and not job.events and backends != {"nccl"}
+    return is_one_look and measure_wait(job, call) is None
 
 
 def is_brief(job: ObservedJob, call: EnteredCall | None) -> bool:

@@ -1,12 +1,14 @@
 """Jobs that ended well, or go on."""
 
 from megatron_lite.postmortem.causes.base import Confidence, Suspicion
+from megatron_lite.postmortem.causes.wait_times import has_gone_on
 from megatron_lite.postmortem.evidence import EventKind
 from megatron_lite.postmortem.observed_job import ObservedJob
 from megatron_lite.postmortem.postmortem_results import Fact, FailureKind
 from megatron_lite.postmortem.rank_ends import EndKind
 from megatron_lite.units import counted
 
+WHEN_WRITTEN = "whether logs went on after the recordings: times of files, if copies keep them (cp -p), tell."
 # the launcher or the batch system would say how a job ended
 LATER = "how the job ended, if it has: its logs tell."
 
@@ -58,6 +60,10 @@ def find_progress(job: ObservedJob) -> list[Suspicion]:
     said = f"the recordings of {counted(len(recordings), 'rank')} show nobody who waits longer than usual"
     source = next(iter(recordings.values())).source
     missing = [LATER]
+    # times of files are those of copying, where nobody kept them
+    is_by_files = bool(job.waits) and has_gone_on(job)
+    if is_by_files:
+        missing.append(WHEN_WRITTEN)
     if unread:
         missing.append(f"recordings of {counted(len(unread), 'rank')}.")
     return [
@@ -65,7 +71,7 @@ def find_progress(job: ObservedJob) -> list[Suspicion]:
             kind=FailureKind.NONE,
             ranks=(),
             headline=said,
-            confidence=Confidence.LOW if unread else Confidence.MEDIUM,
+            confidence=Confidence.LOW if unread or is_by_files else Confidence.MEDIUM,
             evidence=(Fact(text=said, source=source),),
             missing=tuple(missing),
         )
