@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import Store, _resolve_process_group  # mypy doe
 from megatron_lite.formats.failure_record import RankAtFailure, encode_last_words
 from megatron_lite.marks import split_mark
 from megatron_lite.plain_pickles import PlainUnpickler
-from megatron_lite.postmortem.flight_recordings import DEFAULT_GROUP
+from megatron_lite.postmortem.evidence import ALL_RANKS_DESCRIPTION, ALL_RANKS_GROUP
 from megatron_lite.process_state import pid_space
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ FAILED_RANKS = "ranks_failed"
 VERDICT = "ranks_verdict"
 SPEAKER = "ranks_speaker"
 SECONDS_BETWEEN_STORE_LOOKS = 0.05
-DEFAULT = "0"  # the group of all ranks
 # private, but what torch's own debug server calls; NCCL's are missing from builds without NCCL
 COUNTS = {"nccl": "_dump_nccl_trace_json", "gloo": "_dump_fr_trace_json"}
 DUMPS = {"nccl": "_dump_nccl_trace", "gloo": "_dump_fr_trace"}
@@ -55,7 +54,7 @@ class FlightRecorder:
         self._read_counts: Callable[[bool, bool], str | bytes] | None = getattr(c10d, COUNTS[backend], None)
         self._dump: Callable[[bool, bool, bool], bytes] | None = getattr(c10d, DUMPS[backend], None)
         # by the recorder's own number of a group
-        self._names = {0: DEFAULT}
+        self._names = {0: ALL_RANKS_GROUP}
 
     def counts(self) -> dict[str, tuple[int, int]]:
         """Read how far each group is; takes microseconds.
@@ -163,7 +162,7 @@ def _describe_message(waiting: "StageWait", entries: list[dict[str, Any]]) -> di
     return {
         "record_id": record,
         "pg_id": 0,
-        "process_group": (DEFAULT, DEFAULT_GROUP),
+        "process_group": (ALL_RANKS_GROUP, ALL_RANKS_DESCRIPTION),
         "collective_seq_id": 0,
         "p2p_seq_id": record,
         "profiling_name": f"gloo:{title}",
@@ -242,7 +241,7 @@ def describe_rank(where: RunPosition, counts: dict[str, tuple[int, int]]) -> Ran
         where: Place of the rank in the run.
         counts: The counts of its flight recorder.
     """
-    begun, finished = counts.get(DEFAULT, (0, 0))
+    begun, finished = counts.get(ALL_RANKS_GROUP, (0, 0))
     return RankAtFailure(
         host=socket.gethostname(),
         pids=pid_space(),
@@ -254,7 +253,7 @@ def describe_rank(where: RunPosition, counts: dict[str, tuple[int, int]]) -> Ran
         phase_s=time.monotonic() - where.since,
         begun=begun,
         finished=finished,
-        groups={group: last for group, (last, _) in counts.items() if group != DEFAULT},
+        groups={group: last for group, (last, _) in counts.items() if group != ALL_RANKS_GROUP},
         waits_for=str(where.stage_wait or ""),
     )
 

@@ -9,6 +9,10 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+# torch's name of the group of all ranks, and its description
+ALL_RANKS_GROUP = "0"
+ALL_RANKS_DESCRIPTION = "default_pg"
+
 
 @dataclass(frozen=True, slots=True)
 class StackFrame:

@@ -29,6 +29,7 @@ import msgspec
 from megatron_lite.errors import UserError
 from megatron_lite.plain_pickles import JSON, PICKLE, PlainFile, PlainUnpickler, parse_json
 from megatron_lite.postmortem.evidence import (
+    ALL_RANKS_DESCRIPTION,
     CallState,
     FlightRecording,
     GroupProgress,
@@ -51,7 +52,6 @@ MAX_RECORDED_CALLS = 200_000
 MAX_RECORDED_FRAMES = 128
 MAX_NAME_LETTERS = 400
 MAX_SHOWN_RANKS = 8
-DEFAULT_GROUP = "default_pg"
 # recorders that see neither start nor end of a call on the device
 UNWATCHED_BACKENDS = frozenset({"gloo"})
 
@@ -266,7 +266,7 @@ def find_world_size(recordings: Sequence[FlightRecording]) -> int | None:
     largest = 0
     for recording in recordings:
         for group in recording.groups.values():
-            if group.description == DEFAULT_GROUP:
+            if group.description == ALL_RANKS_DESCRIPTION:
                 largest = max(largest, len(group.ranks))
     return largest or None
 
@@ -493,7 +493,7 @@ def _find_rank(group: RecordedGroup, place: int) -> int | None:
     """The rank of the job at a place of a group."""
     if place < len(group.ranks):
         return group.ranks[place]
-    is_whole_job = group.description == DEFAULT_GROUP and not group.ranks
+    is_whole_job = group.description == ALL_RANKS_DESCRIPTION and not group.ranks
     return place if is_whole_job else None
 
 

@@ -12,6 +12,8 @@ from functools import cached_property
 
 from megatron_lite.postmortem.call_sites import find_call_site
 from megatron_lite.postmortem.evidence import (
+    ALL_RANKS_DESCRIPTION,
+    ALL_RANKS_GROUP,
     CallState,
     FlightRecording,
     GroupProgress,
@@ -24,8 +26,7 @@ COALESCED = "coalesced"
 # of a call that only a group's count tells of
 UNNAMED_CALL = "collective"
 UNKNOWN_RECORD = 2**60
-DEFAULT_NAMES = ("0", "")
-DEFAULT_DESCRIPTION = "default_pg"
+DEFAULT_NAMES = (ALL_RANKS_GROUP, "")
 NANOSECONDS = 1e9
 # calls that end on no rank before each has entered them; a broadcast may end at its sender
 SYNCHRONIZING = (
@@ -170,7 +171,7 @@ class MatchedGroup:
 
 def is_default(group: RecordedGroup) -> bool:
     """Tell whether a group is that of all ranks of the job."""
-    return group.name in DEFAULT_NAMES or group.description == DEFAULT_DESCRIPTION
+    return group.name in DEFAULT_NAMES or group.description == ALL_RANKS_DESCRIPTION
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from megatron_lite.formats.sound_fields import convert_sound
 from megatron_lite.formats.step_records import HardwareRecord, RankInterval, RanksRecord, StepRecord
 from megatron_lite.postmortem.elastic_table import FailureTable
 from megatron_lite.postmortem.evidence import (
+    ALL_RANKS_GROUP,
     EventKind,
     FlightRecording,
     GroupProgress,
@@ -46,7 +47,6 @@ from megatron_lite.postmortem.log_prefixes import LineOrigin
 from megatron_lite.process_state import is_there
 from megatron_lite.shared_files import open_foreign, read_foreign
 
-WORLD = "0"  # torch's name of the group of all ranks
 MAX_MESSAGE_CHARACTERS = 2_000  # characters of a message that are kept
 MAX_STEP_LINE_BYTES = 2**24
 STEPS_OF_MEDIAN = 64  # the last ones
@@ -185,8 +185,8 @@ def _describe_progress(source: str, rank: int, status: RankAtFailure) -> RankPro
 
 def _describe_collectives(source: str, rank: int, status: RankAtFailure) -> FlightRecording:
     """How far the rank is in each of its groups; the calls themselves are not in this file."""
-    progress = {WORLD: GroupProgress(enqueued=status.begun, completed=status.finished)}
-    groups = {WORLD: RecordedGroup(name=WORLD)}
+    progress = {ALL_RANKS_GROUP: GroupProgress(enqueued=status.begun, completed=status.finished)}
+    groups = {ALL_RANKS_GROUP: RecordedGroup(name=ALL_RANKS_GROUP)}
     for name, number in status.groups.items():
         progress[name] = GroupProgress(enqueued=number)
         groups[name] = RecordedGroup(name=name)

@@ -35,7 +35,8 @@ from megatron_lite.last_words import (
     words_path,
     write_words,
 )
-from megatron_lite.parallel.rank_status import DEFAULT, read_stack, sum_counts
+from megatron_lite.parallel.rank_status import read_stack, sum_counts
+from megatron_lite.postmortem.evidence import ALL_RANKS_GROUP
 from megatron_lite.process_state import pid_space
 from megatron_lite.signal_pipe import SignalPipe, die_of
 from megatron_lite.variables import WATCHED_RANK
@@ -321,7 +322,7 @@ class RankRecorder:
         if sum_counts(counts) != self._counts:
             self._counts = sum_counts(counts)
             self._counted_at = now
-        begun, finished = counts.get(DEFAULT, (0, 0))
+        begun, finished = counts.get(ALL_RANKS_GROUP, (0, 0))
         seen_at = max(position.moved_at, self._counted_at, self._started_at)
         return msgspec.structs.replace(
             known,
@@ -341,7 +342,7 @@ class RankRecorder:
             still_s=now - seen_at,
             begun=begun,
             finished=finished,
-            groups={group: last for group, (last, _) in counts.items() if group != DEFAULT},
+            groups={group: last for group, (last, _) in counts.items() if group != ALL_RANKS_GROUP},
         )
 
     # --- who this is
