@@ -47,7 +47,7 @@ def order_gains(graph: Graph, edits: Sequence[NamedEdit]) -> tuple[Gain, ...]:
         steps_ms = [_replay_ms(one) for one in changed]
         best = min(range(len(left)), key=steps_ms.__getitem__)
         gain_ms = before_ms - steps_ms[best]
-        if gain_ms < least_ms:
+        if gain_ms <= 0 or gain_ms < least_ms:
             break
         edit = left.pop(best)
         graph = changed[best]

@@ -1,5 +1,7 @@
 """Edits of graphs of made traces whose steps are known after them."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from support.graphs import make_graph, run, step_us
@@ -249,3 +251,8 @@ def test_an_edit_that_another_one_makes_needless_is_left_out(tmp_path):
     gains = order_gains(graph, edits)
     assert [gain.name for gain in gains] == ["one"]
     assert gains[0].ms == pytest.approx(0.2, rel=0.02)
+
+
+def test_without_a_steady_step_no_edit_gains_anything(tmp_path):
+    graph = replace(make_graph(tmp_path, make_syncing()), boundaries=())
+    assert order_gains(graph, [NamedEdit("syncs", EDITS["syncs"])]) == ()
