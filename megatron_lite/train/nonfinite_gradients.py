@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megatron_lite.config.layout import Layout, is_of_experts
 from megatron_lite.model.gpt import list_parameters
 from megatron_lite.optim.optimizer import GradientNorms, Optimizer
 
@@ -79,17 +80,18 @@ def _find_block(name: str) -> str:
     return f"{outer}.{ATTENTION}" if is_of_attention else module
 
 
-def describe_nonfinite(gradients: NonfiniteGradients, replicas: int) -> str:
+def describe_nonfinite(gradients: NonfiniteGradients, layout: Layout) -> str:
     """Describe them in a clause that ends with a semicolon and a blank; "" where all norms are finite.
 
     Args:
         gradients: The gradients of all ranks.
-        replicas: Ranks over which each was averaged.
+        layout: Says over how many ranks each was averaged: one of experts over others than the rest.
     """
     if not gradients.ranks:
         return ""
     first, rank = next(iter(gradients.ranks.items()))
     module, _, parameter = first.rpartition(".")
+    replicas = layout.expert_replicas if is_of_experts(first) else layout.replicas
     where = f"rank {rank}" if replicas == 1 else f"averaged over {replicas} ranks"
     number = f"{len(gradients.ranks)} of {gradients.total} are not finite"
     return f"first in backward: the gradient of {parameter} in {module} ({where}), {number}; "

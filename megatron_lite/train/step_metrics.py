@@ -206,7 +206,7 @@ class StepMetrics:
             what = f"the gradient norm ({figures.grad_norm}), with finite losses on all ranks,"
         # steps since then had the same weights, and tell nothing
         self._readback.forget()
-        first = describe_nonfinite(gather_nonfinite(self.optimizer, norms), self.optimizer.plan.layout.replicas)
+        first = describe_nonfinite(gather_nonfinite(self.optimizer, norms), self.optimizer.plan.layout)
         raise DivergedError(
             f"iteration {figures.iteration}: {what} is NaN or Inf; {first}"
             "the weights are those before that iteration and were not saved. "
