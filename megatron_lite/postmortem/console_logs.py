@@ -72,7 +72,10 @@ FIRST_WORDS = (
     b" nranks ",
     b"MEMBER: ",
     b"Num processes: ",
+    b"will restart worker group",
 )
+# torchrun's agent, of processes that failed or of new nodes
+RESTART = "will restart worker group"
 WATCHDOG_PROGRESS = re.compile(
     r"\[PG ID \d+ PG GUID (?P<name>[\w.-]+)(?:\((?P<description>[^)]*)\))? Rank \d+\].*?"
     r"last enqueued(?: NCCL)? work: (?P<enqueued>-?\d+), "
@@ -215,6 +218,8 @@ class LogReader:
         # what stands in front of the first lines
         self._head: list[LineOrigin] = []
         self._is_full = False
+        # the line at which torchrun began the last attempt; 0 where there was one only
+        self._restarted_at = 0
 
     def read(self, file: BinaryIO) -> None:
         """Read a log from its beginning."""
@@ -278,6 +283,9 @@ class LogReader:
         # a progress bar writes over itself
         text = text.rpartition("\r")[2]
         origin, line = self._prefixes.split(text)
+        if RESTART in line:
+            self._forget_attempt()
+            return
         stream = replace(origin, at=None)
         if origin.rank is not None:
             self._note_rank(replace(stream, rank=None), origin.rank)
@@ -299,6 +307,17 @@ class LogReader:
             self._note_progress(stream, line)
             self._note_world_size(line)
             self._note_events(origin, stream, line)
+
+    def _forget_attempt(self) -> None:
+        """Forget what an attempt said that was started again: its failure is not the job's last one."""
+        self._restarted_at = self._number
+        self._processes.clear()
+        self._open.clear()
+        self._events.clear()
+        self._table = FailureTable()
+        self._told_ends.clear()
+        self._srun_ended = False
+        self._progress.clear()
 
     def _note_rank(self, stream: LineOrigin, rank: int) -> None:
         """Note that these prefixes stood in front of a line of the rank."""
@@ -418,6 +437,10 @@ class LogReader:
         unread = []
         if self._is_full:
             unread.append(f"{self._source}: has lines of too many processes, of which some are left out.")
+        if self._restarted_at:
+            unread.append(
+                f"{self._source}:{self._restarted_at}: the job was started again; the attempts before are left out."
+            )
         return JobEvidence(
             recordings=tuple(self._list_recordings()),
             stacks=tuple(stacks),

@@ -461,3 +461,15 @@ def test_the_first_row_that_matches_decides():
     pattern, _ = match_line("slurmstepd: error: *** JOB 1 ON n1 CANCELLED AT 2024-04-20T09:09:38 DUE TO TIME LIMIT ***")
     assert pattern.kind is EventKind.JOB_TIME_LIMIT
     assert match_line("all is well") is None
+
+
+def test_of_attempts_in_one_log_the_last_one_is_read():
+    error = ["[default3]:Traceback (most recent call last):", '[default3]:  File "/home/u/train.py", line 5, in step']
+    agent = "torch/distributed/elastic/agent/server/api.py:900] [default] Worker group FAILED. "
+    again = f"I1128 19:00:00.100000 1234 {agent}1/1 attempts left; will restart worker group"
+    lines = [*error, "[default3]:ValueError: bad shard", again, *error, "[default3]:KeyError: 'x'"]
+    evidence = parse_lines(lines)
+    assert [end.error for end in evidence.ends] == ["KeyError"]
+    (note,) = evidence.unread
+    assert note.startswith("log:4: ")
+    assert not parse_lines(lines[:4]).ends
