@@ -426,6 +426,25 @@ def an_exception_of_a_dataset() -> JobEvidence:
     return job.evidence()
 
 
+@case(Expected(Kind.NEVER_ENTERED, (1,)))
+def a_rank_hangs_after_an_exception_that_it_caught() -> JobEvidence:
+    job = steps(2)
+    job.end(1, error="ValueError", message="no such shard", frames=(frame(40, "step"),))
+    job.now += 100.0
+    job.call(ranks=[0], ended=False)
+    job.stack(1, *SLEEP)
+    return job.evidence()
+
+
+@case(Expected(Kind.USER_EXCEPTION, (1,), "low"))
+def an_exception_of_a_rank_that_ended_well() -> JobEvidence:
+    job = steps(2)
+    job.end(1, error="ValueError", message="no such shard", frames=(frame(40, "step"),))
+    for rank in (0, 1):
+        job.end(rank, exit_code=0, after_s=100.0)
+    return job.evidence()
+
+
 @case(Expected(Kind.HOST_MEMORY, (1,), "high"))
 def no_memory_for_a_tensor_on_the_host() -> JobEvidence:
     job = steps(2)

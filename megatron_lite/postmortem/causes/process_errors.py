@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from megatron_lite.postmortem.call_sites import LOADERS, OWN_DATA, find_call_site
+from megatron_lite.postmortem.call_sites import LOADERS, OWN_DATA, find_call_site, find_main_thread
 from megatron_lite.postmortem.causes.base import (
     MAX_CITED,
     MAX_QUOTED,
@@ -16,7 +16,7 @@ from megatron_lite.postmortem.causes.base import (
     quote_some,
     write_at,
 )
-from megatron_lite.postmortem.causes.wait_times import LOGS
+from megatron_lite.postmortem.causes.wait_times import LOGS, MIN_LATER_S
 from megatron_lite.postmortem.evidence import EventKind, LogEvent, StackFrame
 from megatron_lite.postmortem.observed_job import ObservedJob, ObservedRank
 from megatron_lite.postmortem.postmortem_results import Fact, FailureKind
@@ -60,6 +60,7 @@ NEXT_STEPS = {
     FailureKind.DEVICE_FAULT: "Run once with CUDA_LAUNCH_BLOCKING=1; if only one machine fails, drain that one.",
     FailureKind.DIVERGED: "Look at the batch, the learning rate and the gradients of the steps before.",
 }
+WENT_ON = "the program caught it and went on: its process was seen later, or ended well."
 A_KERNEL = "a kernel of the program reads beyond its tensors: CUDA_LAUNCH_BLOCKING=1 names it."
 # a launcher waits so long for its SIGTERM to end a process
 MIN_PATIENCE_S = 5.0
@@ -136,7 +137,11 @@ def _suspect_exception(job: ObservedJob, kind: FailureKind, site: str, ends: Seq
     if not ranks:
         confidence = Confidence.MEDIUM
         missing = (WHICH_RANK,)
-    if kind is FailureKind.DEVICE_FAULT and not HARDWARE.search(first.message):
+    may_be_harmless = all(_went_on(job, end) for end in ends)
+    if may_be_harmless:
+        confidence = Confidence.LOW
+        alternatives = (WENT_ON,)
+    elif kind is FailureKind.DEVICE_FAULT and not HARDWARE.search(first.message):
         confidence = Confidence.MEDIUM
         alternatives = (A_KERNEL,)
     return Suspicion(
@@ -151,7 +156,22 @@ def _suspect_exception(job: ObservedJob, kind: FailureKind, site: str, ends: Seq
         alternatives=alternatives,
         missing=missing,
         hosts=tuple(sorted({end.host for end in ends if end.host})),
+        may_be_harmless=may_be_harmless,
     )
+
+
+def _went_on(job: ObservedJob, end: RankEnd) -> bool:
+    """Whether a process is known to have gone on after an exception that a log shows."""
+    if end.rank is None or end.exit_code is not None or end.at is None:
+        return end.exit_code == 0
+    calls = job.calls.by_rank.get(end.rank, ())
+    seen = [call.created_s for call in calls[-1:]]
+    for stacks in job.ranks[end.rank].stacks:
+        thread = find_main_thread(stacks)
+        # at its end Python is in no line of the program
+        if thread is not None and find_call_site(thread.frames):
+            seen.append(stacks.taken_at)
+    return any(time is not None and time - end.at > MIN_LATER_S for time in seen)
 
 
 def find_deaths(job: ObservedJob) -> list[Suspicion]:
