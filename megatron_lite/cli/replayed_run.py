@@ -175,7 +175,10 @@ def find_start(run: ReplayedRun, step: int, chosen: int | None, folder: Path) ->
     checkpoint = replace(CheckpointArgs(), pretrained_checkpoint=c.pretrained_checkpoint, ckpt_format=c.ckpt_format)
     if c.finetune:
         checkpoint = replace(checkpoint, load=c.load, ckpt_step=c.ckpt_step, finetune=True)
-    return ReplayStart("the run's start, as no checkpoint lies before the step", _write(run, checkpoint, folder), "", 0)
+    described = "the run's start"
+    if not before:
+        described += ", as no checkpoint lies before the step"
+    return ReplayStart(described, _write(run, checkpoint, folder), "", 0)
 
 
 def _check_start(run: ReplayedRun, step: int, chosen: int | None, found: Sequence[int]) -> None:

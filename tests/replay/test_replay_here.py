@@ -57,7 +57,9 @@ def test_a_replay_gives_the_bits_of_the_run_and_leaves_it_alone(short_run, tmp_p
 
 def test_from_an_earlier_checkpoint_and_from_the_start(short_run, tmp_path):
     run = copy(short_run, tmp_path / "run")
-    losses = [replay_here(run, 6, "--from", str(at)).figures[1].loss for at in (0, 4)]
+    reports = [replay_here(run, 6, "--from", str(at)) for at in (0, 4)]
+    assert "checkpoint" not in reports[0].started_from
+    losses = [report.figures[1].loss for report in reports]
     assert losses[0] == losses[1] == steps(short_run)[5]["loss"]
 
 
