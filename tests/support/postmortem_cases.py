@@ -774,6 +774,20 @@ def ranks_that_call_ahead_are_looked_at_once() -> JobEvidence:
     return job.evidence()
 
 
+@case(Expected(Kind.NEVER_ENTERED, (1,), "low"))
+def nccl_is_asked_for_recordings() -> JobEvidence:
+    job = steps(2, backend="nccl")
+    job.call(ranks=[0], ended=False)
+    return replace(job.evidence(), written_at={"flight recordings": job.now + 0.05})
+
+
+@case(Expected(Kind.STUCK_IN_KERNEL, (), "low"))
+def nccl_is_asked_while_all_are_inside() -> JobEvidence:
+    job = steps(2, backend="nccl")
+    job.call(started=[0, 1], ended=False)
+    return replace(job.evidence(), written_at={"flight recordings": job.now + 0.05})
+
+
 @case(Expected(Kind.OTHER_ARGUMENTS, (1,), "low"))
 def a_broadcast_is_looked_at_once() -> JobEvidence:
     job = steps(2)

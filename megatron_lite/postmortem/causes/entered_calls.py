@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron_lite.postmortem.causes.absent_ranks import is_inside_of_call
 from megatron_lite.postmortem.causes.base import MAX_CITED, Confidence, Suspicion, cite_call, write_at, write_wait
-from megatron_lite.postmortem.causes.wait_times import HOW_LONG, is_brief, may_end, measure_wait
+from megatron_lite.postmortem.causes.wait_times import HOW_LONG, MILLISECONDS, is_brief, may_end, measure_wait
 from megatron_lite.postmortem.matched_calls import NANOSECONDS, EnteredCall, MatchedGroup, list_pairs
 from megatron_lite.postmortem.observed_job import ObservedJob
 from megatron_lite.postmortem.postmortem_results import FailureKind
@@ -15,7 +15,6 @@ from megatron_lite.units import duration
 # a rank came late, not never, when it entered after the others had given up
 MIN_LATE_S = 1.0
 WITH_ROOT = ("broadcast", "scatter")
-MILLISECONDS = 1e3
 ELSE_NETWORK = "the network between the ranks: lines of NCCL (NCCL_DEBUG=WARN) and counters of the links tell."
 ELSE_HOST = "the host of the rank was held up between the records of its call and of its start."
 ELSE_ROOT = "ranks called it with other roots, which recorders do not note."
@@ -204,6 +203,9 @@ def _suspect_stuck(
         have = does(unstarted, "has", "have")
         said = f"{job.name(unstarted)} {have} not begun {title} on the device, which the others run"
         others = (ELSE_HOST,)
+    is_open = may_end(job, first)
+    if is_open:
+        confidence = Confidence.LOW
     evidence = []
     for call in pending[:MAX_CITED]:
         evidence.append(cite_call(job, call, f"has entered {_name_call(call, title)}, state {call.call.state.value}"))
@@ -218,6 +220,7 @@ def _suspect_stuck(
         collective=title,
         call_site=first.call_site,
         alternatives=tuple(others),
+        missing=(HOW_LONG,) if is_open else (),
         is_wait=True,
         is_brief=is_brief(job, first),
     )

@@ -15,7 +15,9 @@ MIN_HANG_S = 2.0
 SHARE_OF_LATEST = 0.5
 # kinds of files
 LOGS = "console logs"
-LOOKS = ("flight recordings", "dumps of stacks", "debug dumps")
+RECORDINGS = "flight recordings"
+LOOKS = (RECORDINGS, "dumps of stacks", "debug dumps")
+MILLISECONDS = 1e3
 # between times of files
 MIN_LATER_S = 2.0
 HOW_LONG = "how long the others wait: a second look, or the time of the stacks."
@@ -60,10 +62,26 @@ def may_end(job: ObservedJob, call: EnteredCall | None) -> bool:
         job: The job.
         call: What is waited in.
     """
+    if job.ends or job.events or measure_wait(job, call) is not None:
+        return False
     # NCCL writes recordings when it gives up, others when asked
     backends = {recording.backend for recording in job.calls.recordings.values()}
-    is_one_look = not job.ends and not job.events and backends != {"nccl"}
-    return is_one_look and measure_wait(job, call) is None
+    return backends != {"nccl"} or _is_before_limits(job)
+
+
+def _is_before_limits(job: ObservedJob) -> bool:
+    """Whether recordings were written before any call had reached its limit: somebody asked for them."""
+    written_at = job.evidence.written_at.get(RECORDINGS)
+    pending = [call for calls in job.calls.by_rank.values() for call in calls if not call.has_ended]
+    if written_at is None or not pending:
+        return False
+    for call in pending:
+        limit_ms = call.call.timeout_ms
+        if limit_ms is None or call.created_s is None:
+            return False
+        if not 0 <= written_at - call.created_s < limit_ms / MILLISECONDS:
+            return False
+    return True
 
 
 def is_brief(job: ObservedJob, call: EnteredCall | None) -> bool:
