@@ -43,6 +43,7 @@ ANSWER_SECONDS = 5.0  # ranks look at the store every second
 VERDICT_SECONDS = ANSWER_SECONDS + 5.0  # until the speaker has told the others
 SECONDS_BETWEEN_STATUS_LOOKS = 0.1
 SOURCE = "the ranks' own words"
+SURE = "high"  # confidence of a conclusion that needs no doubt beside it
 
 
 @dataclass
@@ -172,6 +173,8 @@ def write_line(case: Case, found: Postmortem) -> str:
         found: The conclusion.
     """
     sentences = [found.verdict]
+    if found.confidence != SURE:
+        sentences.append(f"This is of {found.confidence} confidence")
     heard = [rank for rank in found.ranks if rank in case.posts]
     if heard:
         last = case.posts[heard[0]]

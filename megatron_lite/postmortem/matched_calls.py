@@ -372,7 +372,7 @@ class _GroupMatcher:
         return told.pop() if len(told) == 1 else ()
 
     def _place_calls(self, matched: MatchedGroup, rank: int, recording: FlightRecording) -> None:
-        """StackPlace a rank's collectives in their group.
+        """Place a rank's collectives in their group.
 
         Args:
             matched: The group.

@@ -16,7 +16,7 @@ from megatron_lite.postmortem.evidence import (
     RankProgress,
 )
 from megatron_lite.postmortem.matched_calls import MatchedCalls, match_calls
-from megatron_lite.postmortem.rank_ends import KILL, EndKind, RankEnd, unite_ends
+from megatron_lite.postmortem.rank_ends import KILL, LOOPBACK, EndKind, RankEnd, unite_ends
 from megatron_lite.postmortem.rank_lists import UNNAMED, find_earliest, list_ranks, name_ranks
 from megatron_lite.postmortem.waits import Roots, Wait, find_roots, find_waits
 
@@ -26,8 +26,6 @@ LONG_BEFORE_S = 7200.0
 LONG_HANG_S = 86400.0
 # the kernel's log reaches back to the machine's start, and holds what befell other jobs, too
 OF_KERNEL = (EventKind.XID, EventKind.HOST_OUT_OF_MEMORY)
-# names any machine
-LOOPBACK = "localhost"
 Placed = TypeVar("Placed", ProcessEnd, LogEvent, ProcessStacks)
 OfProcess = ProcessEnd | LogEvent | ProcessStacks | RankProgress
 
@@ -49,7 +47,7 @@ class ObservedRank:
         for record in records:
             if record.host and record.host != LOOPBACK:
                 return record.host
-        return self.end.host if self.end and self.end.host != LOOPBACK else ""
+        return self.end.host if self.end else ""
 
     @cached_property
     def place(self) -> StackPlace | None:

@@ -43,15 +43,17 @@ SIGNALS_OF_WORDS = {
     "Illegal instruction": signal.SIGILL,
     "Floating point exception": signal.SIGFPE,
 }
-# what a launcher says of a process that has left no words
 # this package's trainer names the rank that others wait for
 RANK_AT_FRONT = re.compile(r"(?:error: )?[Rr]ank (\d{1,7})\b")
+# what a launcher says of a process that has left no words
 WITHOUT_WORDS = re.compile(r"^(?:Signal \d+|To enable traceback|<N/A>|it is gone)")
 POLITE_SIGNALS = (-signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGINT)
 # a batch system or a launcher that loses its patience; also the kernel for want of memory
 KILL = (-signal.SIGKILL, 128 + signal.SIGKILL)
 ABORT = (-signal.SIGABRT, 128 + signal.SIGABRT)
 WORST_MESSAGE = 300
+# names any machine
+LOOPBACK = "localhost"
 # gloo's own place in front of its words, and its advice behind them
 SOURCE_FILE = re.compile(r"^\[\S+\.(?:cc|cpp|h):\d+\] ")
 ADVICE = ". This is typically caused by"
@@ -202,7 +204,7 @@ def unite_ends(ends: Sequence[ProcessEnd]) -> RankEnd:
         kind=classify_end(best),
         source=best.source,
         rank=best.rank,
-        host=next((end.host for end in records if end.host), ""),
+        host=next((end.host for end in records if end.host and end.host != LOOPBACK), ""),
         pid=next((end.pid for end in records if end.pid is not None), None),
         exit_code=_choose_code(records),
         error=best.error,

@@ -142,6 +142,8 @@ def test_causes(name):
     assert found is not None
     assert (kind(given), found.ranks, found.ended) == (expected, ranks, ended), found.line
     assert "\n" not in found.line and AGAIN in found.line
+    confidence = conclude(make_evidence(given)).confidence
+    assert (f"{confidence} confidence" in found.line) is (confidence != "high"), found.line
     assert [figure for figure in figures if figure not in found.line] == [], found.line
 
 

@@ -373,6 +373,18 @@ def a_rank_is_known_to_be_dead() -> JobEvidence:
 
 
 @case(Expected(Kind.HOST_MEMORY, (1,), "high"))
+def the_batch_system_names_its_machine_and_the_launcher_none() -> JobEvidence:
+    """Slurm numbers the launchers of its machines; torchrun's table says localhost."""
+    job = steps(2)
+    job.call(ranks=[0], ended=False)
+    job.event(EventKind.HOST_OUT_OF_MEMORY, "srun: error: node07: task 0: Out Of Memory", None, rank=0, host="node07")
+    job.event(EventKind.LAUNCHER_SAW_FAILURE, "failed (exitcode: -9)", rank=1)
+    job.end(1, exit_code=-9, host="localhost")
+    job.end(0, exit_code=-15, is_consequence=True, host="localhost")
+    return job.evidence()
+
+
+@case(Expected(Kind.HOST_MEMORY, (1,), "high"))
 def the_kernel_kills_a_rank() -> JobEvidence:
     job = steps(2)
     job.call(ranks=[0])

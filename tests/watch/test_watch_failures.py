@@ -1,6 +1,5 @@
 """Watched jobs of two gloo ranks that fail or hang: what is recorded of them, and what is concluded."""
 
-import json
 import os
 import pickle
 import signal
@@ -94,7 +93,8 @@ def test_a_job_that_fails_is_explained(tmp_path, what, kind, ranks, options):
         assert last == {0: "gloo:broadcast", 1: "gloo:all_reduce"}
     if options:
         assert "--hang-timeout" in error and error.count("stands in") == 1
-        assert json.loads((tmp_path / "run" / "stacks" / "rank-1.json").read_text()), "by py-spy"
+        # by py-spy where there is one, and faulthandler's without
+        assert [path for path in (tmp_path / "run" / "stacks").glob("rank-1.*") if path.read_text().strip()]
 
 
 def test_ranks_that_are_terminated_tell_where_they_were(tmp_path):
