@@ -5,12 +5,14 @@ import ctypes
 import os
 import select
 import signal
+import threading
 import weakref
 from collections.abc import Callable
 from types import FrameType
 
 WAKE = b"\xff"  # no signal has this number
 MAX_BYTES_OF_A_READ = 4096
+MS_PER_S = 1000
 
 
 class SignalPipe:
@@ -32,6 +34,8 @@ class SignalPipe:
         self._old_handler: object = None
         self._pid = os.getpid()
         self._is_paused = False
+        # of threads that fork, by their number: the signals that they block otherwise
+        self._blocked: dict[int, set[int | signal.Signals]] = {}
         own = weakref.ref(self)
 
         def call(method: Callable[[SignalPipe], None]) -> None:
@@ -59,7 +63,10 @@ class SignalPipe:
 
     def wait(self, seconds: float) -> bytes:
         """Wait for signals or for `wake`. Returns what came, a byte for each signal; b"" where nothing did."""
-        woken, _, _ = select.select([self._read], [], [], seconds)
+        # not select(), which refuses numbers of files from 1024 on
+        poller = select.poll()
+        poller.register(self._read, select.POLLIN)
+        woken = poller.poll(MS_PER_S * seconds)
         said = os.read(self._read, MAX_BYTES_OF_A_READ) if woken else b""
         signals = said.replace(WAKE, b"")
         if signals and self._old_wakeup >= 0:
@@ -100,25 +107,42 @@ class SignalPipe:
         self._terminate()
 
     def _pause(self) -> None:
-        """Hear nothing while this process forks: signals of its child would be taken for its own."""
+        """Hear nothing while this process forks: signals of its child would be taken for its own, and Python forgets
+        those that come before the child has begun."""
+        self._blocked[threading.get_ident()] = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         with contextlib.suppress(ValueError):
             # ValueError: forked from another thread
-            heard = signal.set_wakeup_fd(-1)
-            self._is_paused = heard == self._write
-            if not self._is_paused:
-                # nobody's, or the program's own
-                signal.set_wakeup_fd(heard)
+            self._is_paused = self._stop_hearing()
+
+    def _stop_hearing(self) -> bool:
+        """Hear nothing from now on, and return whether this object heard until now. ValueError in another thread."""
+        heard = signal.set_wakeup_fd(-1)
+        if heard == self._write:
+            return True
+        # nobody's, or the program's own
+        signal.set_wakeup_fd(heard)
+        return False
 
     def _resume(self) -> None:
         if self._is_paused:
             self._is_paused = False
             signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._unblock()
+
+    def _unblock(self) -> None:
+        """Block what this thread blocked before it forked."""
+        blocked = self._blocked.pop(threading.get_ident(), None)
+        if blocked is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     def _forget_in_child(self) -> None:
-        """Leave SIGTERM of a forked process to it."""
+        """Leave SIGTERM of a forked process to it, and its signals unheard."""
         with contextlib.suppress(ValueError):
+            # forked from another thread, it was not paused
+            self._stop_hearing()
             if self.handles_termination:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._unblock()
 
 
 def _is_of_a_pipe(handler: object) -> bool:

@@ -68,8 +68,8 @@ class RankRecorder:
         self._profiler = profiler
         # whether the clock of faulthandler, of which there is one, is left to us
         self._arms = True
-        # whether faulthandler writes crashes where we say
-        self._takes_crashes = not faulthandler.is_enabled()
+        # whether faulthandler writes crashes where we say, here or in the process that this one was forked from
+        self._takes_crashes = False
         self._set_to_start()
         own = weakref.ref(self)
 
@@ -349,6 +349,9 @@ class RankRecorder:
 
     def _find_rank(self) -> int | None:
         """Find the number of this process among all ranks; None where it has none."""
+        if os.environ.get(WATCHED_RANK, str(self._pid)) != str(self._pid):
+            # started by a rank, whose variables and groups it has
+            return None
         if dist.is_initialized():
             return dist.get_rank()
         if multiprocessing.parent_process() is None and (rank := _read_number("RANK")) is not None:
@@ -382,7 +385,8 @@ class RankRecorder:
         path = stacks_path(self._folder, self._name, FAULT_STACKS)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._stacks = io.FileIO(path, "w")
-        if self._takes_crashes:
+        if self._takes_crashes or not faulthandler.is_enabled():
+            self._takes_crashes = True
             faulthandler.enable(self._stacks)
 
     def _listen_in_c(self) -> None:

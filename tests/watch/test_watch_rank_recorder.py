@@ -1,7 +1,9 @@
 """The recorder beside a training: last words, and what it dumps when a step is late, a signal comes or an error ends it."""
 
+import contextlib
 import os
 import pickle
+import resource
 import signal
 import subprocess
 import sys
@@ -21,6 +23,7 @@ from torch.multiprocessing.spawn import ProcessExitedException
 from megatron_lite import last_words
 from megatron_lite.formats.failure_record import RankAtFailure
 from megatron_lite.last_words import is_late, read_words, remove_recordings, stands_still
+from megatron_lite.signal_pipe import SignalPipe
 from megatron_lite.watch import rank_recorder
 from megatron_lite.watch.ended_children import find_exit_codes
 from megatron_lite.watch.error_text import MAX_TOLD_CHARACTERS, describe_error, describe_error_stack, name_error
@@ -28,6 +31,9 @@ from megatron_lite.watch.flight_dump import FlightDump, remove_flight
 from megatron_lite.watch.profiler import Profiler
 from megatron_lite.watch.rank_recorder import RankRecorder, has_own_rank
 from megatron_lite.watch.step_position import StepPosition
+
+# numbers of files that select() takes
+SELECTABLE_FILES = 1024
 
 
 class Loop:
@@ -96,7 +102,7 @@ def test_a_late_step_is_looked_at_and_forgotten_when_it_goes_on(tmp_path, record
         wait_until(lambda: not flight.exists() and not stacks.stat().st_size)
         wait_until(lambda: read_one(tmp_path, "0").stack == ())
         monkeypatch.setattr(last_words, "MIN_LATE_STEP_S", 0.2)
-        wait_until(flight.exists)
+        wait_until(lambda: flight.exists() and read_one(tmp_path, "0").stack)
         recorder.end()
         assert any(__file__ in call for call in read_one(tmp_path, "0").stack), "where it was when it was late"
 
@@ -224,6 +230,98 @@ def test_signals_end_what_they_ended_before(tmp_path, what, out, code, left):
     if what == "default":
         assert any("<string>" in call for call in words.stack)
         assert "<string>" in (tmp_path / "stacks" / "rank-0.txt").read_text()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_signals_of_a_process_forked_from_another_thread_are_its_own():
+    def fork():
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGUSR1, lambda *_: None)
+            signal.raise_signal(signal.SIGUSR1)
+            os._exit(0)
+        os.waitpid(child, 0)
+
+    pipe = SignalPipe(lambda: None)
+    pipe.open()
+    try:
+        thread = threading.Thread(target=fork)
+        thread.start()
+        thread.join()
+        assert pipe.wait(0.0) == b""
+    finally:
+        pipe.release_signals()
+        pipe.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_sigterm_waits_until_a_forked_process_has_its_own_way_with_it():
+    def blocks_sigterm():
+        return signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+    at_first = []
+    # what is registered before the pipe runs before it in the child
+    os.register_at_fork(after_in_child=lambda: at_first.append(blocks_sigterm()))
+    pipe = SignalPipe(lambda: None)
+    pipe.open()
+    try:
+        child = os.fork()
+        if child == 0:
+            is_default = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+            os._exit(0 if at_first == [True] and is_default and not blocks_sigterm() else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert not blocks_sigterm()
+    finally:
+        pipe.release_signals()
+        pipe.close()
+
+
+def test_signals_are_heard_beside_thousands_of_open_files():
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY and most <= SELECTABLE_FILES:
+        pytest.skip("this system opens no more")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2 * SELECTABLE_FILES, most))
+    try:
+        with contextlib.ExitStack() as held:
+            for _ in range(SELECTABLE_FILES):
+                held.enter_context(open(os.devnull))
+            pipe = SignalPipe(lambda: None)
+            held.callback(pipe.close)
+            assert pipe.wait(0.0) == b""
+            pipe.wake()
+            assert pipe.wait(0.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_what_a_rank_starts_writes_nothing_under_its_number(tmp_path, recorder, monkeypatch):
+    monkeypatch.setenv(rank_recorder.WATCHED_RANK, "1")
+    recorder.note_exit(3, None)
+    tmp_path.joinpath("flight").mkdir()
+    recorder.end()
+    assert list(dict(read_words(tmp_path))) == [f"pid-{os.getpid()}"]
+
+
+def test_crashes_are_written_where_the_script_wants_them(tmp_path):
+    script = [sys.executable, "-c", CRASHES, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    subprocess.run(script, env=environment, capture_output=True, check=False)
+    assert "Fatal Python error" in (tmp_path / "own.txt").read_text()
+
+
+CRASHES = """
+import faulthandler, os, sys
+from pathlib import Path
+from megatron_lite.watch import rank_recorder
+from megatron_lite.watch.profiler import Profiler
+folder = Path(sys.argv[1])
+recorder = rank_recorder.RankRecorder(folder, Profiler(folder))
+faulthandler.enable(open(folder / "own.txt", "w"))
+os.environ["RANK"] = "0"
+recorder.start()
+faulthandler._sigabrt()
+"""
 
 
 def test_another_thread_may_begin_to_train(tmp_path, recorder):
