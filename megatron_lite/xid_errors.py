@@ -4,6 +4,8 @@ Names and causes: docs.nvidia.com/deploy/xid-errors, whose table lists for each 
 the program of the user may have made it.
 """
 
+from collections.abc import Sequence
+
 # a kernel that reads outside of its memory makes 13 and 31, a process that ends while its kernels run 43 and 45
 XIDS_OF_PROGRAMS = frozenset({13, 31, 43, 45})
 XID_NAMES = {
@@ -23,3 +25,20 @@ XID_NAMES = {
     119: "GSP RPC timeout",
     120: "GSP error",
 }
+
+
+def is_of_hardware(xid: int | None) -> bool:
+    """Whether an Xid is known, and known as one that no program makes. xid: its number; None for unknown."""
+    return xid in XID_NAMES and xid not in XIDS_OF_PROGRAMS
+
+
+def choose_most_telling(xids: Sequence[int]) -> int | None:
+    """Choose the Xid that tells most: the last one that no program makes, else the last one; None of none.
+
+    After a GPU has failed, the driver tells of each process that it ends there (Xid 45).
+
+    Args:
+        xids: Numbers of events, in their order.
+    """
+    of_hardware = [xid for xid in xids if is_of_hardware(xid)]
+    return next(reversed(of_hardware or xids), None)

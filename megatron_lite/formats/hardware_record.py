@@ -108,7 +108,7 @@ class HardwareFigures(msgspec.Struct, kw_only=True, omit_defaults=True):
     pcie_replays: Figure | None = None
     # Xid events that the driver told of
     xids: Figure | None = None
-    # number of the last one
+    # number of the last one that no program makes, else of the last one
     last_xid: Figure | None = None
     # share of the periods of a control group's CPU quota in which the group had used it up
     quota_used_up: Figure | None = None

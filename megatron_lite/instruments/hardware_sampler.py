@@ -16,6 +16,7 @@ from megatron_lite.formats.step_records import HardwareRecord
 from megatron_lite.instruments.base import Instrument
 from megatron_lite.instruments.gpu_sensors import GpuSensors, open_gpu
 from megatron_lite.instruments.host_counters import HostCounters, measure_shares
+from megatron_lite.xid_errors import choose_most_telling
 
 PERIOD_S = 1.0  # between samples, at least
 MAX_SHARE = 0.001  # of one core's time that samples may take
@@ -105,7 +106,8 @@ class _Tally:
         if xids is not None:
             self.xids = (self.xids or 0) + len(xids)
         if xids:
-            self.last_xid = xids[-1]
+            before = [] if self.last_xid is None else [self.last_xid]
+            self.last_xid = choose_most_telling([*before, *xids])
 
     def _add_limits(self, limits: ClockLimit, is_idle: bool) -> None:
         """Count what held the clock down in a sample."""

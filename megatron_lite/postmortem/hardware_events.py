@@ -46,7 +46,8 @@ def _describe_errors(source: str, rank: int, span: str, figures: HardwareFigures
     """Yield what the figures of one rank tell of errors."""
     if figures.xids:
         last_xid = None if figures.last_xid is None else int(figures.last_xid)
-        text = f"{span}: the driver told of {figures.xids:.0f} Xid events of the GPU of rank {rank}, last {last_xid}"
+        which = "" if last_xid is None else f", most telling {last_xid}"
+        text = f"{span}: the driver told of {figures.xids:.0f} Xid events of the GPU of rank {rank}{which}"
         yield LogEvent(kind=EventKind.XID, source=source, text=text, rank=rank, code=last_xid, count=int(figures.xids))
     if figures.ecc_uncorrected:
         text = f"{span}: {figures.ecc_uncorrected:.0f} uncorrected memory errors of the GPU of rank {rank}"

@@ -344,7 +344,7 @@ def find_gpu_troubles(f: RankFigures) -> Iterator[tuple[str, str]]:
     for name, what in GPU_ERRORS.items():
         for rank, number in enumerate(f.hardware.get(name, ())):
             if number > 0:
-                which = f", the last one {f.hardware['last_xid'][rank]:.0f}" if name == "xids" else ""
+                which = f", the most telling one {f.hardware['last_xid'][rank]:.0f}" if name == "xids" else ""
                 line = f"   the GPU of rank {rank} had {counted(round(number), what)}{which} {span}"
                 yield f"{name} {rank}", line
 

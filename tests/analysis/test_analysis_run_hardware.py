@@ -29,10 +29,12 @@ def test_events_are_added_up_and_extremes_kept():
         {"samples": [1], "xids": [0, 1], "last_xid": [None, 79], "temperature_c": [60, 90], "pcie_width": [16]}, 2
     )
     tally.add_line({"samples": [1], "xids": [0, 2], "temperature_c": [70, 80], "pcie_width": [16, 8]}, 2)
+    # processes that the driver ends after it
+    tally.add_line({"samples": [1], "xids": [0, 1], "last_xid": [None, 45]}, 2)
     tally.add_line({"samples": [1], "clock_limits": [0, 0x48]}, 2)
     tally.add_line({"samples": [1], "clock_limits": [4, 0x20]}, 2)
     found = tally.build()
-    assert found.get("xids").tolist() == [0, 3]
+    assert found.get("xids").tolist() == [0, 4]
     assert (found.get_one("last_xid", 0), found.get_one("last_xid", 1)) == (None, 79)
     assert found.get("temperature_c").tolist() == [70, 90]
     assert found.get("pcie_width").tolist() == [16, 8]

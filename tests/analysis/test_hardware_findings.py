@@ -11,7 +11,9 @@ from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.compare.compare import compare
 from megatron_lite.analysis.compare.compare_results import Change
 from megatron_lite.analysis.findings.communication_rules import NOT_THROTTLED
+from megatron_lite.analysis.findings.hardware_rules import _is_serious
 from megatron_lite.analysis.run.baseline import make_baseline, unpack_baseline
+from megatron_lite.analysis.run.hardware import RanksHardware
 from megatron_lite.analysis.run.read import read_run
 from megatron_lite.formats.hardware_record import ClockLimit, name_limits
 from megatron_lite.formats.trace_header import HARDWARE_IN_TRACE
@@ -191,3 +193,21 @@ def test_lines_are_believed_before_traces(tmp_path):
 def test_headers_of_another_form_tell_nothing(tmp_path, hardware):
     trace_with(tmp_path, 0, hardware)
     assert analyze([tmp_path]).facts.ranks_hardware.figures == {}
+
+
+def test_an_xid_without_its_count_is_told(tmp_path):
+    sampled(last_xid=[None, 79])(tmp_path)
+    errors = find(analyze([tmp_path]), "gpu-errors")
+    assert errors.rank == 1 and "79" in texts(errors)
+
+
+@pytest.mark.parametrize(("xid", "is_serious"), [(79, True), (31, False), (11, False)])
+def test_only_xids_that_are_known_as_such_are_certainly_of_hardware(xid, is_serious):
+    hardware = RanksHardware(1, {"samples": (5.0,), "xids": (1.0,), "last_xid": (float(xid),)})
+    assert _is_serious(hardware, 0) is is_serious
+
+
+def test_heat_of_cores_is_told_with_a_known_clock(tmp_path):
+    sampled(cpu_slowdowns=[500, 400], cpu_mhz=[None, 1200], max_cpu_mhz=[None, 3800])(tmp_path)
+    hot = find(analyze([tmp_path]), "hot-cpu")
+    assert hot.rank == 1 and "nan" not in texts(hot)

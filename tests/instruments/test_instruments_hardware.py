@@ -129,6 +129,14 @@ def test_counters_are_told_as_what_they_grew_by(nvml, no_host):
     assert sampler.take() is None
 
 
+def test_an_xid_of_hardware_is_told_also_where_processes_are_ended_for_it(nvml, no_host):
+    nvml(GPU_1={"xids": [45, 79, 45, 45]})
+    sampler = HardwareSampler(open_gpu(["GPU-1"], ""), no_host)
+    sampler.sample()
+    figures = sampler.take()
+    assert (figures.xids, figures.last_xid) == (4, 79)
+
+
 def test_xids_are_taken_once(nvml, no_host):
     nvml(GPU_1={"xids": [48, 63]})
     sampler = HardwareSampler(open_gpu(["GPU-1"], ""), no_host)

@@ -23,7 +23,7 @@ from megatron_lite.formats.file_names import STEPS_FILE
 from megatron_lite.formats.hardware_record import ClockLimit
 from megatron_lite.thresholds import MIN_QUOTA_SHARE, MIN_STOLEN
 from megatron_lite.units import counted, size
-from megatron_lite.xid_errors import XIDS_OF_PROGRAMS
+from megatron_lite.xid_errors import is_of_hardware
 
 MAX_GPUS_SHOWN = 3
 MAX_RANKS_NAMED = 8
@@ -162,7 +162,7 @@ def find_gpu_errors(facts: Facts) -> Finding | Observation:
         have it checked (dcgmi diag -r 3); go on from a checkpoint before the error.
     Flags: --no-hardware-samples switches the samples off.
     False alarm: Xid 13, 31, 43 and 45 may be the program's own: a kernel that reads outside of its memory, a process
-        that was ended. They make the finding likely at most.
+        that was ended. They make the finding likely at most, and so do Xids that are not known here.
     """
     hardware = facts.ranks_hardware
     told = dict(_list_errors(hardware))
@@ -186,18 +186,18 @@ def _list_errors(hardware: RanksHardware) -> Iterator[tuple[int, str]]:
         parts += _describe_events(hardware, rank, ERRORS)
         last_xid = hardware.get_one("last_xid", rank)
         if last_xid is not None:
-            doubt = ", which a program may cause" if int(last_xid) in XIDS_OF_PROGRAMS else ""
-            parts[-1] += f", the last one {last_xid:.0f}{doubt}"
+            doubt = "" if is_of_hardware(int(last_xid)) else ", which a program may cause"
+            parts.append(f"the most telling Xid: {last_xid:.0f}{doubt}")
         if parts:
             yield rank, "; ".join(parts)
 
 
 def _is_serious(hardware: RanksHardware, rank: int) -> bool:
-    """Whether a rank's errors are the hardware's, not the program's."""
+    """Whether a rank's errors are known as those of the hardware or its driver, not the program's."""
     if hardware.get_one("ecc_uncorrected", rank) or hardware.get_one("lost", rank):
         return True
     last_xid = hardware.get_one("last_xid", rank)
-    return last_xid is not None and int(last_xid) not in XIDS_OF_PROGRAMS
+    return last_xid is not None and is_of_hardware(int(last_xid))
 
 
 WEAR = ("remapped_rows", "nvlink_errors")
@@ -402,9 +402,10 @@ def find_hot_cpu(facts: Facts) -> Finding | Observation:
     events = hardware.get("cpu_slowdowns")
     clocks = hardware.get("cpu_mhz")
     highest = hardware.get("max_cpu_mhz")
-    if np.isnan(events).all() or np.isnan(clocks).all():
+    is_known = ~np.isnan(events + clocks + highest)
+    if not is_known.any():
         return could_not_look()
-    rank = int(np.nanargmax(events))
+    rank = int(np.where(is_known, events, -1.0).argmax())
     text = (
         f"heat slowed the cores of rank {rank} down {counted(round(float(events[rank])), 'time')}; "
         f"their clock is {clocks[rank]:,.0f} of {highest[rank]:,.0f} MHz"

@@ -9,6 +9,7 @@ import numpy as np
 from megatron_lite.analysis.intervals import Numbers
 from megatron_lite.formats.hardware_record import ClockLimit, HardwareFigures
 from megatron_lite.formats.step_records import RankNumbers
+from megatron_lite.xid_errors import choose_most_telling
 
 FIGURES = frozenset(HardwareFigures.__struct_fields__)
 # of samples in which the GPU was not idle
@@ -27,8 +28,9 @@ EVENTS = frozenset(
 )
 LOWEST = frozenset(("min_sm_clock_mhz", "pcie_width"))
 HIGHEST = frozenset(("temperature_c", "repair", "lost"))
-NEWEST = frozenset(("max_sm_clock_mhz", "power_limit_w", "slowdown_c", "max_pcie_width", "max_cpu_mhz", "last_xid"))
+NEWEST = frozenset(("max_sm_clock_mhz", "power_limit_w", "slowdown_c", "max_pcie_width", "max_cpu_mhz"))
 LIMITS = "clock_limits"
+LAST_XID = "last_xid"
 SAMPLES = "samples"
 
 
@@ -110,10 +112,17 @@ def _join_bits(before: Numbers, values: Numbers) -> Numbers:
     return joined
 
 
+def _keep_telling_xids(before: Numbers, values: Numbers) -> Numbers:
+    """The later ones of two rows of numbers of Xids, or the earlier where only those are of hardware."""
+    pairs = zip(before.tolist(), values.tolist())
+    return np.array([choose_most_telling([int(one), int(later)]) for one, later in pairs], float)
+
+
 # how two numbers of a rank become one; those of other names are means over samples
 MERGES: dict[str, Merge] = {
     SAMPLES: np.add,
     LIMITS: _join_bits,
+    LAST_XID: _keep_telling_xids,
     **dict.fromkeys(EVENTS, np.add),
     **dict.fromkeys(LOWEST, np.minimum),
     **dict.fromkeys(HIGHEST, np.maximum),

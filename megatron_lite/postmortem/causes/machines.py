@@ -9,7 +9,7 @@ from megatron_lite.postmortem.observed_job import ObservedJob
 from megatron_lite.postmortem.postmortem_results import Fact, FailureKind
 from megatron_lite.postmortem.rank_ends import EndKind, RankEnd, name_signal
 from megatron_lite.postmortem.rank_lists import does, find_earliest, list_ranks
-from megatron_lite.xid_errors import XID_NAMES, XIDS_OF_PROGRAMS
+from megatron_lite.xid_errors import XID_NAMES, is_of_hardware
 
 BATCH_EVENTS = {
     EventKind.JOB_PREEMPTED: "the batch system preempted the job",
@@ -25,7 +25,7 @@ MAX_STATES_NAMED = 3
 def find_device_faults(job: ObservedJob) -> list[Suspicion]:
     """Find GPUs that their driver reports to have failed, by Xid."""
     events = job.list_recent_events(EventKind.XID)
-    hard = [event for event in events if event.code not in XIDS_OF_PROGRAMS]
+    hard = [event for event in events if is_of_hardware(event.code)]
     chosen = hard or events
     if not chosen:
         return []
@@ -33,7 +33,8 @@ def find_device_faults(job: ObservedJob) -> list[Suspicion]:
     ranks = _find_ranks_of(job, chosen)
     hosts = tuple(sorted({event.host for event in chosen if event.host}))
     name = XID_NAMES.get(first.code or 0, "")
-    what = f"Xid {first.code}" + (f" ({name})" if name else "")
+    number = "" if first.code is None else f" {first.code}"
+    what = f"Xid{number}" + (f" ({name})" if name else "")
     where = ", ".join(part for part in (first.device, first.host or "") if part)
     at = f" of {where}" if where else ""
     confidence = Confidence.HIGH if hard else Confidence.MEDIUM
