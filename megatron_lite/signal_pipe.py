@@ -30,6 +30,8 @@ class SignalPipe:
         self._terminate = terminate
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
+        # several may wait, and one of them reads what all were woken for
+        os.set_blocking(self._read, False)
         self._old_wakeup = -1
         self._old_handler: object = None
         self._pid = os.getpid()
@@ -67,7 +69,10 @@ class SignalPipe:
         poller = select.poll()
         poller.register(self._read, select.POLLIN)
         woken = poller.poll(MS_PER_S * seconds)
-        said = os.read(self._read, MAX_BYTES_OF_A_READ) if woken else b""
+        said = b""
+        if woken:
+            with contextlib.suppress(BlockingIOError):
+                said = os.read(self._read, MAX_BYTES_OF_A_READ)
         signals = said.replace(WAKE, b"")
         if signals and self._old_wakeup >= 0:
             with contextlib.suppress(OSError):

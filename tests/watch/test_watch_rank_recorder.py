@@ -20,7 +20,7 @@ from support.waiting import wait_until
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.multiprocessing.spawn import ProcessExitedException
 
-from megatron_lite import last_words
+from megatron_lite import last_words, signal_pipe
 from megatron_lite.formats.failure_record import RankAtFailure
 from megatron_lite.last_words import is_late, read_words, remove_recordings, stands_still
 from megatron_lite.signal_pipe import SignalPipe
@@ -392,3 +392,19 @@ def test_recordings_of_two_backends_lie_beside_each_other(tmp_path, nccl, gloo, 
     assert {path.name: path.read_bytes() for path in (tmp_path / "flight").iterdir()} == files
     remove_flight(tmp_path, "0")
     assert not list((tmp_path / "flight").iterdir())
+
+
+def test_who_waits_goes_on_where_another_has_read_what_woke_both(monkeypatch):
+    class Woken:
+        def register(self, *_):
+            pass
+
+        def poll(self, _):
+            return [True]
+
+    pipe = SignalPipe(lambda: None)
+    monkeypatch.setattr(signal_pipe.select, "poll", Woken)
+    assert pipe.wait(1.0) == b""
+    pipe.wake()
+    assert pipe.wait(1.0) == signal_pipe.WAKE
+    pipe.close()
