@@ -10,8 +10,9 @@ from dataclasses import replace
 
 from megatron_lite.postmortem.causes.absent_ranks import RECORD, find_absent_ranks
 from megatron_lite.postmortem.causes.base import Confidence, Rule, Suspicion
-from megatron_lite.postmortem.causes.circles import find_circles, find_senders, find_stack_circles
+from megatron_lite.postmortem.causes.deadlocks import find_circles, find_senders, find_stack_circles
 from megatron_lite.postmortem.causes.entered_calls import find_half_completed, find_late_ranks, find_stuck_calls
+from megatron_lite.postmortem.causes.healthy_jobs import find_good_end, find_progress, find_silence
 from megatron_lite.postmortem.causes.machines import (
     find_device_errors,
     find_device_faults,
@@ -33,7 +34,6 @@ from megatron_lite.postmortem.causes.process_errors import (
 from megatron_lite.postmortem.causes.slow_ranks import find_slow_ranks
 from megatron_lite.postmortem.causes.unheard_ranks import find_unheard_ranks
 from megatron_lite.postmortem.causes.wait_times import MIN_HANG_S
-from megatron_lite.postmortem.causes.well import find_good_end, find_progress, find_silence
 from megatron_lite.postmortem.evidence import EventKind, JobEvidence
 from megatron_lite.postmortem.observed_job import ObservedJob, observe_job
 from megatron_lite.postmortem.postmortem_results import Fact, FailureKind, Postmortem
