@@ -30,10 +30,14 @@ from support.wording import wording
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.findings.base import rule
 from megatron_lite.analysis.findings.rules import RULES, apply_rules, get_page
+from megatron_lite.analysis.findings.settings import Setting, read_settings
 from megatron_lite.analysis.kernels.kernel_results import TensorCores
 from megatron_lite.analysis.ranks.rank_results import Straggler
 from megatron_lite.analysis.run_facts import Facts
+from megatron_lite.config.args import Args
+from megatron_lite.config.flags import list_flags
 
+TRAINER_FLAGS = {spelling for flag in list_flags(Args) for spelling in flag.spellings}
 DIVISIBLE = "--make-vocab-size-divisible-by"
 PARTS = ("Meaning:", "Measured:", "Cost:", "Do:", "Flags of this trainer:", "False alarm:")
 WIDE, FP32 = [4096, 16384], {"dtypes": ["float", "float"], "gemm": FP32_GEMM}
@@ -62,9 +66,31 @@ def test_the_cause_is_found(tmp_path, code, write):
     assert one.gain_ms is None or 0 <= one.gain_ms <= one.cost_ms * (1 + 1e-9)
     said = " | ".join([one.advice, *(piece.text for piece in one.evidence)])
     assert "nan" not in said.lower().split()
+    settings = [setting for together in one.settings for setting in together]
+    assert all(setting.name.isupper() if setting.is_variable else setting.name in TRAINER_FLAGS for setting in settings)
+    assert len(one.settings) >= len(one.flags)
     if write is CASES[code][0] and code in ANSWERS:
         cost, words = ANSWERS[code]
         assert words in said and (not cost or one.cost_ms == pytest.approx(float(cost), rel=0.05))
+
+
+@pytest.mark.parametrize(
+    ("flag", "settings"),
+    [
+        ("--num-workers 4", [Setting("--num-workers", "4")]),
+        ("--num-workers N", [Setting("--num-workers")]),
+        ("--async-save", [Setting("--async-save")]),
+        ("--profile-ranks -1", [Setting("--profile-ranks", "-1")]),
+        ("without --log-params-norm", [Setting("--log-params-norm", is_left_out=True)]),
+        ("--manual-gc --manual-gc-interval 100", [Setting("--manual-gc"), Setting("--manual-gc-interval", "100")]),
+        ("--pipeline-model-parallel-layout 'Et|tL'", [Setting("--pipeline-model-parallel-layout", "Et|tL")]),
+        ("OMP_NUM_THREADS=2", [Setting("OMP_NUM_THREADS", "2")]),
+        ("TORCHINDUCTOR_CACHE_DIR", [Setting("TORCHINDUCTOR_CACHE_DIR")]),
+        ("PYTORCH_CUDA_ALLOC_CONF=a:True,b:1", [Setting("PYTORCH_CUDA_ALLOC_CONF", "a:True,b:1")]),
+    ],
+)
+def test_what_a_flag_sets_is_read(flag, settings):
+    assert list(read_settings(flag)) == settings
 
 
 def straggler_of(folder, window, ordinary_ms) -> str:

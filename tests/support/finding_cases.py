@@ -902,6 +902,7 @@ MORE_TRIGGERS = [
     ("starved-loader", on_gpu(before_data=host_does("nvidia/dali/plugin/pytorch/__init__.py(235): __next__", 1500))),
     ("starved-loader", on_gpu(before_data=host_does("enumerate(DataPipe)#Batcher", 1500, "user_annotation"))),
     ("process-wait", on_gpu(before_data=host_does("torch/distributed/distributed_c10d.py(9): barrier", 1500))),
+    ("log-stalls", recorded(steps=ordinary_steps(phase_log=2.0), device="cpu", log_params_norm=True)),
     ("save-and-eval", saves_every(2)),
     ("unbalanced-stages", pipeline_run(64, [4.0, 0.1, 4.0, 4.0], (3.0, 6.0, 3.0, 3.0))),  # a slow place
     ("small-buckets", gloo_after_backward(25, elements=65_536)),

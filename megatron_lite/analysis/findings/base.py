@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from inspect import cleandoc
 from typing import Literal
 
+from megatron_lite.analysis.findings.settings import Setting, read_settings
 from megatron_lite.analysis.memory.memory_results import Snapshot
 from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts
 from megatron_lite.analysis.run_facts import Facts
@@ -70,6 +71,8 @@ class Finding:
     certain: bool = True  # False: likely, and the text says what would settle it
     rank: int | None = None  # if it is one rank's
     once_ms: float | None = None  # of the trace, if it is paid once rather than by each step: then cost_ms is None
+    # what `flags` set, those of one flag together; of this trainer also where a script of others has no such flags
+    settings: tuple[tuple[Setting, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -179,7 +182,8 @@ class Rule:
         """Find the cause, or say what was seen in its place."""
         answer = self._ask(facts)
         if isinstance(answer, Finding):
-            return replace(answer, code=self.code, title=answer.title or self.title)
+            settings = tuple(read_settings(flag) for flag in answer.flags)
+            return replace(answer, code=self.code, title=answer.title or self.title, settings=settings)
         if answer.outcome is CheckResult.NOT_VISIBLE and not answer.remedy:
             return replace(answer, remedy=self.record)
         return answer

@@ -571,7 +571,8 @@ def find_gc_pauses(facts: Facts, one: RankFacts) -> Finding | Observation:
 def _advise_on_collections(facts: Facts) -> Remedy:
     """Choose how garbage is collected in fewer steps."""
     if facts.settings.manual_gc:
-        return Remedy("--manual-gc is on: a larger --manual-gc-interval")
+        flag = "--manual-gc-interval"
+        return Remedy(f"--manual-gc is on: a larger {flag}", (flag,))
     together = "in rare steps" if facts.has_one_rank else "on all ranks in the same, rare steps"
     advice = f"collect {together}, without a gc.collect() in each step"
     return Remedy(advice, ("--manual-gc --manual-gc-interval 100",))

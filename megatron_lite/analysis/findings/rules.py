@@ -26,6 +26,7 @@ from megatron_lite.analysis.findings import (
     update_rules,
 )
 from megatron_lite.analysis.findings.base import CheckResult, Evidence, Finding, Observation, Rule, could_not_look, saw
+from megatron_lite.analysis.findings.settings import WITHOUT
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.torch_words import in_torch_words, list_torch_words, names_flag
 
@@ -151,7 +152,7 @@ def _say_without_flags(found: Finding, watched: bool) -> Finding:
     flags.
     """
     advice = in_torch_words(found.advice, watched)
-    of_trainer = [flag for flag in found.flags if flag.startswith("--")]
+    of_trainer = [flag for flag in found.flags if flag.startswith(("--", WITHOUT))]
     others = {flag: in_torch_words(flag, watched) for flag in of_trainer if flag not in found.advice}
     # "torch.compile(model)" adds nothing to an advice that names torch.compile
     more = {flag: words for flag, words in others.items() if words and words.partition("(")[0] not in advice}

@@ -19,6 +19,7 @@ from megatron_lite.analysis.findings.base import (
     saw,
     saw_nothing,
 )
+from megatron_lite.analysis.findings.settings import WITHOUT
 from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.run.learning import MIN_UPDATES, find_clip_limit, measure_learning
 from megatron_lite.analysis.run.run_results import Run
@@ -292,13 +293,12 @@ def find_log_stalls(facts: Facts) -> Finding | Observation:
         "--log-params-norm": settings.log_params_norm,
         "--log-num-zeros-in-grad": settings.log_num_zeros_in_grad,
     }
-    costly = [flag for flag, is_on in figures.items() if is_on]
+    without = [f"{WITHOUT}{flag}" for flag, is_on in figures.items() if is_on]
     advice = "a larger --log-interval"
     if settings.log_interval:
         advice += f" (now {settings.log_interval})"
-    if costly:
-        advice += f", without {', '.join(costly)}"
-    return build_time_finding(measured.cost_ms, [measured.seen], advice, ("--log-interval 100",))
+    advice = ", ".join([advice, *without])
+    return build_time_finding(measured.cost_ms, [measured.seen], advice, ("--log-interval 100", *without))
 
 
 @dataclass(frozen=True)
