@@ -1,0 +1,599 @@
+"""Causes that are planted in simulated trainings, each a part of the loop done otherwise, and sound variations.
+
+A class is mixed into a training: `build_training("transformer", ["SlowLoader"], ranks=4)`. Where the training without the cause is not
+the healthy one (a model whose work is tiny is slow whatever its loop does), `cure` has the attributes of the healthy twin.
+"""
+
+from typing import ClassVar
+
+from benchmarks.diagnosis.made.rank import AUTOGRAD_THREAD, COPY_STREAM, MAIN_THREAD
+from benchmarks.diagnosis.made.training import (
+    ADD,
+    BF16,
+    COMPUTE_STREAM,
+    ConvNet,
+    Training,
+    Transformer,
+)
+
+COPY_KERNEL = "void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)::{lambda()#3}>(at::TensorIteratorBase&)>"
+MULTIPLY = "void at::native::vectorized_elementwise_kernel<4, at::native::BinaryFunctor<c10::BFloat16, c10::BFloat16, c10::BFloat16, at::native::binary_internal::MulFunctor<float> >, std::array<char*, 3ul> >(int)"
+NORM = "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::NormTwoOps<float, float, float>, unsigned int, float, 4> >(at::native::ReduceOp<float>)"
+SOFTMAX = "void (anonymous namespace)::softmax_warp_forward<c10::BFloat16, c10::BFloat16, float, 12, false, false>(c10::BFloat16*, c10::BFloat16 const*, int, int, int)"
+SOFTMAX_BACK = "void (anonymous namespace)::softmax_warp_backward<c10::BFloat16, c10::BFloat16, float, 12, false, false>(c10::BFloat16*, c10::BFloat16 const*, c10::BFloat16 const*, int, int, int)"
+DROPOUT = "void at::native::(anonymous namespace)::fused_dropout_kernel_vec<c10::BFloat16, float, unsigned int, 1, 4, bool>(at::cuda::detail::TensorInfo<c10::BFloat16 const, unsigned int>)"
+NOT_EQUAL = "void at::native::vectorized_elementwise_kernel<4, at::native::CompareEqFunctor<c10::BFloat16>, std::array<char*, 3ul> >(int)"
+ANY = "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<bool, at::native::func_wrapper_t<bool>, unsigned int, bool, 4> >(at::native::ReduceOp<bool>)"
+UNALIGNED = "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align1>(cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align1::Params)"
+NONZERO = "void at_cuda_detail::cub::DeviceSelectSweepKernel<at_cuda_detail::cub::DispatchSelectIf>(int)"
+
+
+class SlowLoader(Training):
+    """Workers deliver a batch 12 ms after the loop asks for it."""
+
+    loader_us = 12_000.0
+
+
+class LoaderInMainThread(Training):
+    """num_workers=0: samples are decoded and stacked in the training thread."""
+
+    def load_batch(self, rank, number):
+        rank.open("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__")
+        for _ in range(64):
+            rank.python(70.0)
+            rank.host_op("aten::to", 60.0, [[3, 224, 224]], ["unsigned char"])
+        rank.host_op("aten::stack", 1800.0)
+        rank.close()
+        rank.copy_to_device(self.batch_bytes)
+
+
+class TinyWork(Training):
+    """A small model and a small batch, launched operation by operation: the GPU waits for launches."""
+
+    tokens = 128
+    width = 512
+    layers = 24
+    vocabulary = 4096
+    parameters = 3_000_000
+    op_us = 26.0
+    cure: ClassVar[dict] = {"op_us": 0.2}
+
+
+class SlowModules(Training):
+    """Modules do a lot of Python between operations."""
+
+    def forward_layer(self, rank, index):
+        rank.python(1_900.0)
+        super().forward_layer(rank, index)
+
+
+class MetricsInPython(Training):
+    """Metrics are computed in Python behind each step's read of the loss."""
+
+    def end_step(self, rank, number):
+        rank.python(9_000.0)
+
+
+class LogsToDisk(Training):
+    """Each step writes thousands of log lines, flushed; the trace has stacks."""
+
+    has_stacks = True
+
+    def end_step(self, rank, number):
+        start = rank.host_us
+        for _ in range(40):
+            rank.python(180.0, "logging/__init__.py(1113): emit")
+        rank.record("python_function", "train.py(212): log_step", start - 1, rank.host_us + 1)
+
+
+class PythonInBackward(Training):
+    """A custom autograd.Function whose backward loops in Python, in one layer."""
+
+    def backward_node(self, rank, index):
+        if index == self.layers // 2:
+            rank.synchronize()  # it reads a tensor, as such functions do
+            rank.open("autograd::engine::evaluate_function: SegmentScanBackward", "cpu_op")
+            rank.open("SegmentScanBackward", "cpu_op")
+            rank.python(8_000.0)
+            rank.close()
+            rank.close()
+        super().backward_node(rank, index)
+
+
+class ReadsInLayers(Training):
+    """Each layer reads a value of its activations, and keeps a running mean of it in Python."""
+
+    op_us = 40.0
+    cure: ClassVar[dict] = {"op_us": 40.0}
+
+    def forward_layer(self, rank, index):
+        super().forward_layer(rank, index)
+        rank.kernel("aten::max", NORM, 12.0)
+        rank.read_value()
+        rank.python(220.0)
+
+    def backward_node(self, rank, index):
+        super().backward_node(rank, index)
+        rank.kernel("aten::max", NORM, 12.0)
+        rank.read_value()
+        rank.python(220.0)
+
+
+class ClipReadsNorms(Training):
+    """Gradients are clipped by a loop that reads each norm."""
+
+    def before_update(self, rank):
+        for _ in range(12 * self.layers):
+            rank.kernel("aten::linalg_vector_norm", NORM, 14.0, [[2048, 2048]], [BF16])
+            rank.read_value()
+            rank.python(12.0)
+
+
+class SelectsByMask(Training):
+    """Boolean indexing in each layer: its size is read by the host."""
+
+    def forward_layer(self, rank, index):
+        rank.open("aten::nonzero", "cpu_op")
+        rank.kernel("aten::nonzero", NONZERO, 25.0)
+        rank.copy("Memcpy DtoH (Device -> Pageable)", 4, 1.5)
+        rank.synchronize()
+        rank.close()
+        rank.python(700.0)
+        super().forward_layer(rank, index)
+
+
+class SynchronizesPhases(Training):
+    """torch.cuda.synchronize() behind each layer, for timers that were left in."""
+
+    op_us = 40.0
+    cure: ClassVar[dict] = {"op_us": 40.0}
+
+    def forward_layer(self, rank, index):
+        super().forward_layer(rank, index)
+        rank.synchronize("cudaDeviceSynchronize", None)
+        rank.python(200.0)
+
+    def backward_node(self, rank, index):
+        super().backward_node(rank, index)
+        rank.synchronize("cudaDeviceSynchronize", None)
+        rank.python(200.0)
+
+
+class SavesEachStep(Training):
+    """A checkpoint in every step; the trace has stacks."""
+
+    has_stacks = True
+
+    def end_step(self, rank, number):
+        start = rank.host_us
+        for _ in range(24):
+            rank.copy("Memcpy DtoH (Device -> Pageable)", 4 << 20, 760.0)
+            rank.synchronize()
+            rank.python(500.0, "<built-in method write_record of torch._C.PyTorchFileWriter object at 0x7f20>")
+        rank.record("python_function", "torch/serialization.py(966): save", start - 1, rank.host_us + 1)
+        rank.record("python_function", "train.py(140): save_checkpoint", start - 2, rank.host_us + 2)
+
+
+class EvaluatesEachStep(Training):
+    """Two batches of held-out data run forward in each step."""
+
+    def end_step(self, rank, number):
+        for _ in range(2):
+            self.first_layer(rank)
+            for index in range(self.layers):
+                self.forward_layer(rank, index)
+            self.loss(rank)
+            rank.read_value()
+
+
+class CapturesEachStep(Training):
+    """A CUDA graph is captured in each step, since shapes change."""
+
+    def before_forward(self, rank, number):
+        rank.synchronize("cudaDeviceSynchronize", None)
+        rank.runtime("cudaStreamBeginCapture_v10000", 20.0)
+        for _ in range(300):
+            rank.host_op("aten::mm", 18.0)
+        rank.runtime("cudaStreamEndCapture_v10000", 400.0)
+        rank.runtime("cudaGraphInstantiateWithFlags_v11040", 3_500.0)
+
+
+class EmptiesTheCache(Training):
+    """torch.cuda.empty_cache() in each step: the driver gives all memory again."""
+
+    def end_step(self, rank, number):
+        rank.synchronize("cudaDeviceSynchronize", None)
+        for _ in range(20):
+            rank.runtime("cudaFree", 210.0)
+
+    def forward_layer(self, rank, index):
+        for _ in range(2):
+            rank.synchronize()
+            rank.runtime("cudaMalloc", 260.0)
+        super().forward_layer(rank, index)
+
+
+class ReducesBehindBackward(Training):
+    """Gradients are reduced in one piece when backward has ended."""
+
+    parameters = 220_000_000
+
+    def reduce_bucket(self, elements):
+        return
+
+    def backward(self, is_last):
+        super().backward(is_last)
+        if is_last:
+            self.communicate("allreduce", 2.0 * self.layers * self.parameters, beside=False)
+
+
+class GathersInSight(Training):
+    """Sharded weights are gathered when a layer needs them, and nothing is prefetched."""
+
+    reduces = False
+
+    def before_layer(self, index):
+        self.communicate("_allgather_base", 100e6, beside=False)
+
+    def before_backward_layer(self, index):
+        self.communicate("_allgather_base", 100e6, beside=False)
+
+    def behind_backward_layer(self, index):
+        self.communicate("_reduce_scatter_base", 100e6, beside=False)
+
+
+class SplitsLayersOverSlowLinks(Training):
+    """Tensor parallel ranks on two nodes: two all-reduces per layer and direction, in sight."""
+
+    reduces = False
+
+    def behind_layer(self, index):
+        for _ in range(2):
+            self.communicate("allreduce", 16.8e6, beside=False, rate=45_000.0)
+
+    behind_backward_layer = behind_layer
+
+
+class ExchangesTokens(Training):
+    """Experts on other ranks: tokens travel before and behind each layer, and nothing runs meanwhile."""
+
+    def before_layer(self, index):
+        self.communicate("all_to_allv", 33.6e6, beside=False, rate=70_000.0)
+
+    behind_layer = before_layer
+    before_backward_layer = before_layer
+    behind_backward_layer = before_layer
+
+
+class ReducesTensorByTensor(Training):
+    """A reduction of its own for each small tensor, behind backward."""
+
+    def reduce_bucket(self, elements):
+        return
+
+    def backward(self, is_last):
+        super().backward(is_last)
+        for _ in range(40 * self.layers if is_last else 0):
+            self.communicate("allreduce", 4096.0, beside=True)
+
+
+class SlowGpu(Training):
+    """Rank 2's GPU is clocked down: its kernels take 1.35 times as long."""
+
+    def __init__(self, ranks=1, seed=1):
+        super().__init__(ranks, seed)
+        self.ranks[2].slowness = 1.35
+
+
+class SlowReaderOnOneRank(Training):
+    """Rank 1 waits 11 ms for each batch: its disk is slow."""
+
+    def load_batch(self, rank, number):
+        self.loader_us = 11_000.0 if rank.number == 1 else 60.0
+        super().load_batch(rank, number)
+
+
+class LateInTurns(Training):
+    """Each step, another rank works 9 ms longer on its host before it goes on."""
+
+    def before_forward(self, rank, number):
+        if number % len(self.ranks) == rank.number:
+            rank.synchronize()
+            rank.python(9_000.0)
+
+
+class LateAtTimes(Training):
+    """Rank 3 is 30 ms late in every second step."""
+
+    def before_forward(self, rank, number):
+        if rank.number == 3 and number % 2 == 0:
+            rank.python(30_000.0)
+
+
+class PageableCopies(Training):
+    """A large batch is copied from pageable memory, on the compute stream."""
+
+    batch_bytes = 40 << 20
+    cure: ClassVar[dict] = {"batch_bytes": 1 << 20}
+
+    def load_batch(self, rank, number):
+        rank.open("enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__")
+        rank.python(self.loader_us)
+        rank.close()
+        rank.copy_to_device(self.batch_bytes, pinned=False)
+
+
+class OffloadsActivations(Training):
+    """Each layer's activations are copied to the host and back, and the layers wait for the copies."""
+
+    def forward_layer(self, rank, index):
+        super().forward_layer(rank, index)
+        rank.wait_for_stream(COMPUTE_STREAM, COPY_STREAM)
+        rank.copy("Memcpy DtoH (Device -> Pinned)", 24 << 20, 1_050.0, COPY_STREAM)
+        rank.wait_for_stream(COPY_STREAM)
+
+    def backward_node(self, rank, index):
+        rank.copy("Memcpy HtoD (Pinned -> Device)", 24 << 20, 1_050.0, COPY_STREAM)
+        rank.wait_for_stream(COPY_STREAM)
+        super().backward_node(rank, index)
+
+
+class SinglePrecision(Training):
+    """The whole model in fp32, without TF32."""
+
+    dtype = "float"
+
+
+class DoubleBlock(Training):
+    """Someone computes a small correction in fp64."""
+
+    def forward_layer(self, rank, index):
+        super().forward_layer(rank, index)
+        if index % 4 == 1:
+            rank.matmul(4096, 2048, 2048, "double")
+            rank.matmul(4096, 2048, 4096, "double")
+
+
+class ChainsElementwise(Training):
+    """A hand-written activation and norm: twenty elementwise kernels per layer and direction."""
+
+    def chain(self, rank):
+        for number in range(20):
+            op, kernel = ("aten::mul", MULTIPLY) if number % 2 else ("aten::add", ADD)
+            rank.elementwise(op, kernel, [4096, 8192], BF16, 3)
+
+    def forward_layer(self, rank, index):
+        super().forward_layer(rank, index)
+        self.chain(rank)
+
+    def backward_layer(self, rank, index):
+        super().backward_layer(rank, index)
+        self.chain(rank)
+
+
+class CopiesLayouts(Training):
+    """.contiguous() behind each transposition, six per layer."""
+
+    def forward_layer(self, rank, index):
+        super().forward_layer(rank, index)
+        for _ in range(6):
+            rank.open("aten::contiguous", "cpu_op", [[256, 64, 56, 56]], [BF16])
+            rank.open("aten::clone", "cpu_op", [[256, 64, 56, 56]], [BF16])
+            rank.kernel("aten::copy_", COPY_KERNEL, 190.0, [[256, 64, 56, 56]] * 2, [BF16] * 2)
+            rank.close()
+            rank.close()
+
+
+class WritesScores(Transformer):
+    """Attention by hand: scores are written, scaled, masked, normalized and dropped out."""
+
+    def attention(self, rank, index):
+        heads = self.width // 128
+        dims = [1, heads, self.tokens, self.tokens]
+        rank.matmul(heads * self.tokens, 128, self.tokens, BF16, "aten::bmm")
+        rank.elementwise("aten::div", MULTIPLY, dims, BF16)
+        rank.elementwise("aten::masked_fill", MULTIPLY, dims, BF16, 3)
+        rank.elementwise("aten::_softmax", SOFTMAX, dims, BF16)
+        rank.elementwise("aten::native_dropout", DROPOUT, dims, BF16, 2.5)
+        rank.matmul(heads * self.tokens, self.tokens, 128, BF16, "aten::bmm")
+
+    def attention_backward(self, rank, index):
+        heads = self.width // 128
+        dims = [1, heads, self.tokens, self.tokens]
+        for _ in range(2):
+            rank.matmul(heads * self.tokens, 128, self.tokens, BF16, "aten::bmm")
+        rank.elementwise("aten::native_dropout_backward", MULTIPLY, dims, BF16, 2.5)
+        rank.elementwise("aten::_softmax_backward_data", SOFTMAX_BACK, dims, BF16, 3)
+        rank.elementwise("aten::masked_fill", MULTIPLY, dims, BF16, 3)
+        rank.elementwise("aten::div", MULTIPLY, dims, BF16)
+        for _ in range(2):
+            rank.matmul(heads * self.tokens, self.tokens, 128, BF16, "aten::bmm")
+
+
+class Recomputes(Training):
+    """Each block runs again in backward (torch.utils.checkpoint), while 70 of 80 GiB are free; stacks and memory are recorded."""
+
+    has_stacks = True
+
+    def forward_layer(self, rank, index):
+        super().forward_layer(rank, index)
+        if rank.thread == MAIN_THREAD:
+            rank.record_memory(16 << 20)
+
+    def backward_node(self, rank, index):
+        rank.open("autograd::engine::evaluate_function: CheckpointFunctionBackward", "cpu_op")
+        rank.open("CheckpointFunctionBackward", "cpu_op")
+        start = rank.host_us
+        self.forward_layer(rank, index)
+        rank.record(
+            "python_function",
+            "torch/utils/checkpoint.py(292): backward",
+            start - 1,
+            rank.host_us + 1,
+            thread=AUTOGRAD_THREAD,
+        )
+        super().backward_node(rank, index)
+        rank.record_memory(-(16 << 20))
+        rank.close()
+        rank.close()
+
+
+class AnomalyMode(Training):
+    """torch.autograd.set_detect_anomaly(True): every gradient is searched for NaN, and the host reads the answer."""
+
+    def backward_node(self, rank, index):
+        super().backward_node(rank, index)
+        for _ in range(12):
+            rank.kernel("aten::isnan", NOT_EQUAL, 14.0, [[4096, 2048]], [BF16])
+            rank.open("aten::_is_any_true", "cpu_op")
+            rank.kernel("aten::any", ANY, 9.0, [[4096, 2048]], ["bool"])
+            rank.close()
+            rank.read_value(1)
+
+
+class OddVocabulary(Transformer):
+    """50,257 rows of the vocabulary: products that tensor cores take badly."""
+
+    vocabulary = 50_257
+    cure: ClassVar[dict] = {"vocabulary": 50_304}
+
+    def head(self, rank):
+        rank.matmul(self.tokens, self.width, self.vocabulary, BF16, efficiency=0.22, kernel=UNALIGNED)
+
+
+class LoopingOptimizer(Training):
+    """Adam tensor by tensor (foreach=False): six kernels for each of 400 tensors."""
+
+    def update(self, rank):
+        rank.open("Optimizer.step#AdamW.step")
+        share = self.layers * self.parameters / 400
+        for _ in range(400):
+            for op in ("aten::mul_", "aten::lerp_", "aten::addcmul_", "aten::sqrt", "aten::add_", "aten::addcdiv_"):
+                us = 9.0 * share / rank.gpu.bytes_per_us + 1.5
+                rank.kernel(op, MULTIPLY, us, [[int(share)]], ["float"])
+        rank.close()
+
+
+# --- sound variations
+
+
+class ReadsNoLoss(Training):
+    """The host is always ahead."""
+
+    reads_loss = False
+
+
+class AccumulatesGradients(Training):
+    """Four micro-batches, one reduction."""
+
+    micro_batches = 4
+
+
+class ShardsWithPrefetch(Training):
+    """Sharded weights, gathered a layer ahead, beside computation."""
+
+    reduces = False
+
+    def before_layer(self, index):
+        self.communicate("_allgather_base", 60e6, beside=True)
+
+    def before_backward_layer(self, index):
+        self.communicate("_allgather_base", 60e6, beside=True)
+
+    def behind_backward_layer(self, index):
+        self.communicate("_reduce_scatter_base", 60e6, beside=True)
+
+
+class RecomputesForWant(Training):
+    """Blocks run again in backward, in memory that is full: 78 of 79 GiB."""
+
+    def __init__(self, ranks=1, seed=1):
+        super().__init__(ranks, seed)
+        for rank in self.ranks:
+            rank.allocated_bytes = 74 << 30
+
+    has_stacks = True
+
+    def forward_layer(self, rank, index):
+        super().forward_layer(rank, index)
+        if rank.thread == MAIN_THREAD:
+            rank.record_memory(448 << 20)
+
+    def backward_node(self, rank, index):
+        start = rank.host_us
+        self.forward_layer(rank, index)
+        rank.record(
+            "python_function",
+            "torch/utils/checkpoint.py(292): backward",
+            start - 1,
+            rank.host_us + 1,
+            thread=AUTOGRAD_THREAD,
+        )
+        super().backward_node(rank, index)
+        rank.record_memory(-(448 << 20))
+
+
+class LoaderNearlyLate(Training):
+    """A batch is waited for, for 2% of the step."""
+
+    loader_us = 500.0
+
+
+class FusedBlocks(Training):
+    """Blocks with a Triton kernel of their own."""
+
+    def forward_layer(self, rank, index):
+        super().forward_layer(rank, index)
+        rank.kernel("triton_poi_fused_add_gelu_mul_0", "triton_poi_fused_add_gelu_mul_0", 20.0)
+
+
+WORKLOADS: dict[str, type[Training]] = {"transformer": Transformer, "convnet": ConvNet}
+
+
+def build_training(workload: str, parts: list[str], ranks: int = 1, seed: int = 1) -> Training:
+    """Build a simulated training with planted parts.
+
+    Args:
+        workload: Name in WORKLOADS.
+        parts: Names of classes of this module, the outermost first.
+        ranks: How many.
+        seed: Of all that varies.
+    """
+    mixed = [globals()[part] for part in parts]
+    kind = type("_".join([*parts, workload]), (*mixed, WORKLOADS[workload]), {})
+    return kind(ranks, seed)
+
+
+def build_twin(workload: str, parts: list[str], ranks: int = 1, seed: int = 1) -> Training:
+    """Build the same training without the planted parts.
+
+    Args:
+        workload: Name in WORKLOADS.
+        parts: Names of classes of this module.
+        ranks: How many.
+        seed: Of all that varies.
+    """
+    cures: dict = {}
+    kept = []
+    for part in parts:
+        kind = globals()[part]
+        cures |= vars(kind).get("cure", {})
+        kept += [kind] if kind is TinyWork else []
+    twin = type("Twin", (*kept, WORKLOADS[workload]), cures)
+    return twin(ranks, seed)
+
+
+def measure_share(workload: str, parts: list[str], ranks: int = 1, seed: int = 1) -> float:
+    """Measure how much of the step the planted parts take: 1 - step of the twin / step.
+
+    Args:
+        workload: Name in WORKLOADS.
+        parts: Names of classes of this module.
+        ranks: How many.
+        seed: Of all that varies.
+    """
+    planted = build_training(workload, parts, ranks, seed)
+    twin = build_twin(workload, parts, ranks, seed)
+    planted.simulate(records=False)
+    twin.simulate(records=False)
+    return 1.0 - twin.step_us[0] / planted.step_us[0]
