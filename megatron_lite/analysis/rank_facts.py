@@ -38,6 +38,27 @@ def in_ms(ms: float) -> str:
     return f"{ms:,.1f} ms" if abs(ms) >= 1 else f"{significant(ms, 2)} ms"
 
 
+class EventPlace(str):
+    """Where an event is: words for people, and the event itself for programs."""
+
+    source: str = ""  # the trace, by its name
+    row: int | None = None  # of the trace; None: the words name the rank only
+
+
+def make_event_place(words: str, source: str, row: int | None) -> EventPlace:
+    """Make a place of its words.
+
+    Args:
+        words: what people read.
+        source: the trace, by its name.
+        row: of the trace's events; None: none is meant.
+    """
+    place = EventPlace(words)
+    place.source = source
+    place.row = row
+    return place
+
+
 @dataclass(frozen=True)
 class RankFacts:
     """A rank's trace and what was made of it. Rows are numbers of events; figures are means per steady step."""
@@ -60,17 +81,17 @@ class RankFacts:
         """Write a time and its share: "12.3 ms of each step of 100.0 ms (12.3%)"."""
         return f"{in_ms(ms)} of each step of {in_ms(self.time.step_ms)} ({self.share(ms):.1%})"
 
-    def where(self, row: int | None = None) -> str:
+    def where(self, row: int | None = None) -> EventPlace:
         """Write where an event is: "rank 0, ProfilerStep#12 at 1,204.3 ms"; without a row the rank only."""
         rank = self.time.rank
         words = self.trace.source if rank is None else f"rank {rank}"
         if row is None:
-            return words
+            return make_event_place(words, self.trace.source, None)
         index = int(self.placing.step[row])
         if 0 <= index < len(self.time.steps):
             words += f", {self.time.steps[index].name}"
         start_ms = self.trace.events.start_ns[row] / 1e6
-        return f"{words} at {start_ms:,.1f} ms"
+        return make_event_place(f"{words} at {start_ms:,.1f} ms", self.trace.source, int(row))
 
     # --- rows of the steady steps
 

@@ -64,6 +64,11 @@ def run(argv: list[str]) -> None:
         help=f"write the page here [{REPORT_PAGE} in the run folder, else in the current one]",
     )
     add("--json", metavar="FILE", help=f"write the numbers here [{REPORT_FILE} beside the page]")
+    add(
+        "--perfetto",
+        metavar="FILE",
+        help="write one trace of all ranks here, for ui.perfetto.dev (.pftrace or .pftrace.gz)",
+    )
     add("--open", action="store_true", help="open the page in the browser")
     add("--no-html", action="store_true", help="print only: no page, and no JSON without --json")
     add("--all", action="store_true", help="print all rows of all tables")
@@ -76,6 +81,10 @@ def run(argv: list[str]) -> None:
     for flag, given in (("--html", options.html), ("--open", options.open)):
         if options.no_html and given:
             raise UserError(f"{flag} and --no-html exclude each other; keep one.")
+    if options.perfetto:
+        from megatron_lite.report.perfetto_file import check_name
+
+        check_name("--perfetto", Path(options.perfetto))
     [report] = _analyze(options.paths)
     from megatron_lite.report.terminal import terminal_lines
     from megatron_lite.report.text import get_style
@@ -109,9 +118,24 @@ def _write_files(report: "Report", options: argparse.Namespace) -> list[str]:
         lines.insert(0, f"written: {', '.join(done)}")
     if options.baseline:
         lines.append(_write_baseline(report, options.baseline))
+    if options.perfetto:
+        lines.append(_write_timeline(report, Path(options.perfetto)))
     if page and options.open:
         lines.append(_open_page(page))
     return lines
+
+
+def _write_timeline(report: "Report", path: Path) -> str:
+    """Write one trace of all ranks. Returns the line that names it and its size; UserError without a trace."""
+    from megatron_lite.analysis.timeline.build import build_timeline
+    from megatron_lite.report.perfetto_file import write_perfetto
+    from megatron_lite.units import size
+
+    timeline = build_timeline(report)
+    if timeline is None:
+        raise UserError(f"--perfetto {path}: there is no trace among the paths; name a folder that holds one.")
+    num_bytes = write_perfetto("--perfetto", path, timeline)
+    return f"written: {path} ({size(num_bytes)}), for ui.perfetto.dev"
 
 
 def _choose_folder(paths: list[str]) -> Path:

@@ -22,6 +22,7 @@ DONE = (
     "analysis/ranks",
     "analysis/run",
     "analysis/time",
+    "analysis/timeline",
     "analysis/trace",
     "checkpoint",
     "cli",

@@ -94,6 +94,7 @@ UNFOLDED = {
     "analysis/findings": 9.9,
     "analysis/equality": 9.9,
     "analysis/graph": 10.0,
+    "analysis/timeline": 10.0,
     "analysis/replay": 9.9,
     "analysis/.": 10.0,
 }
@@ -124,6 +125,7 @@ DOCUMENTED = (
     "analysis/compare",
     "analysis/equality",
     "analysis/graph",
+    "analysis/timeline",
     "analysis/replay",
     "analysis/kernels",
     "analysis/run",

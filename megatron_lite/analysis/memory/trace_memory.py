@@ -12,7 +12,7 @@ from megatron_lite.analysis.trace.columns import Kind, Trace
 NO_EVENT = -1
 
 
-class _Curve(NamedTuple):
+class MemoryCurve(NamedTuple):
     """Memory of one device over the trace."""
 
     device: int
@@ -26,16 +26,16 @@ class _Curve(NamedTuple):
         return int(self.allocated.max())
 
 
-def _draw_curve(trace: Trace, device: int) -> _Curve:
+def draw_memory_curve(trace: Trace, device: int) -> MemoryCurve:
     """The curve of a device, of the totals that the trace gives or else of the sums of its events."""
     rows = np.flatnonzero(trace.memory.device == device)
     totals = trace.memory.total_allocated[rows]
     if np.any(totals > 0):
-        return _Curve(device, rows, totals, total_is_given=True)
+        return MemoryCurve(device, rows, totals, total_is_given=True)
     sums = np.cumsum(trace.memory.num_bytes[rows])
     # what was there before the window keeps its sum from falling below 0
     before_window = -min(0, int(sums.min()))
-    return _Curve(device, rows, sums + before_window, total_is_given=False)
+    return MemoryCurve(device, rows, sums + before_window, total_is_given=False)
 
 
 def measure_trace_memory(trace: Trace, placing: Placing) -> TraceMemory | None:
@@ -49,7 +49,7 @@ def measure_trace_memory(trace: Trace, placing: Placing) -> TraceMemory | None:
     devices = np.unique(seen.device)
     if np.any(devices >= 0):
         devices = devices[devices >= 0]
-    curves = [_draw_curve(trace, device) for device in devices.tolist()]
+    curves = [draw_memory_curve(trace, device) for device in devices.tolist()]
     shown = max(curves, key=lambda curve: (curve.peak_bytes, len(curve.rows), -curve.device))
     times_ns = seen.time_ns[shown.rows]
     reserved = seen.total_reserved[shown.rows]

@@ -342,7 +342,7 @@ def align_clocks(
     is_one_host = hosts[0] != "" and len(set(hosts)) == 1
     if named and is_one_host:
         return Clocks(start, True)
-    offsets, spreads = _measure_offsets(ranks, groups, start)
+    offsets, spreads = measure_offsets(ranks, groups, start)
     if np.isnan(offsets).all():
         return Clocks(start, True if named else None)
     off_ns = np.nan_to_num(_share_offsets(offsets, hosts))
@@ -404,7 +404,7 @@ def _describe_corrections(off_ns: Numbers, wrong: Flags, hosts: Sequence[str]) -
     return f"clocks differ, and were aligned at the ends of collectives: {named}"
 
 
-def _measure_offsets(
+def measure_offsets(
     ranks: Sequence[Calls],
     groups: list[Group],
     start: Sequence[int],

@@ -33,16 +33,13 @@ def compare_ranks(seen: Sequence[RankFacts], only: str = "") -> RankComparison |
     """
     if not seen:
         return None
-    one_each, notes = _choose_traces(seen)
-    window = _choose_window(one_each)
-    base_ns = [one.trace.base_ns for one in one_each]
-    hosts = [str(one.trace.facts.get("host_name") or "") for one in one_each]
-    groups, unmatched = match(window.calls, window.slots, base_ns)
-    clocks = align_clocks(window.calls, groups, base_ns, hosts)
+    ranks = align_ranks(seen)
+    window = ranks.window
+    groups = ranks.groups
+    clocks = ranks.clocks
     waits = compute_waits(window.calls, groups, clocks, window.slots, window.steps)
-    rows = _build_rank_rows(one_each, hosts, waits, clocks)
-    notes += [*unmatched, *clocks.notes]
-    found = _describe_ranks(rows, window.world_size, clocks, notes)
+    rows = _build_rank_rows(window.seen, ranks.hosts, waits, clocks)
+    found = _describe_ranks(rows, window.world_size, clocks, [*ranks.notes, *clocks.notes])
     found = _add_communication(found, window, groups, waits, only)
     # where ranks call them in another order, the starts of one collective are those of two
     if found.disorder is not None:
@@ -51,7 +48,7 @@ def compare_ranks(seen: Sequence[RankFacts], only: str = "") -> RankComparison |
 
 
 @dataclass(frozen=True)
-class _Window:
+class RanksWindow:
     """The ranks' traces over the S steady steps that all of them have."""
 
     seen: Sequence[RankFacts]
@@ -62,7 +59,38 @@ class _Window:
     steps: int  # S
 
 
-def _choose_window(seen: Sequence[RankFacts]) -> _Window:
+@dataclass(frozen=True)
+class AlignedRanks:
+    """Traces of a run's ranks, one of each, with their collectives matched and their clocks brought to one."""
+
+    window: RanksWindow
+    groups: list[Group]  # members are places in window.seen
+    clocks: Clocks
+    hosts: list[str]  # by rank; "" where unknown
+    notes: list[str]  # on traces that are left out, and collectives that are not matched
+
+
+def align_ranks(seen: Sequence[RankFacts]) -> AlignedRanks:
+    """Match the collectives of a run's ranks, and bring their clocks to one.
+
+    Args:
+        seen: what is known of each trace; at least one.
+    """
+    one_each, notes = _choose_traces(seen)
+    window = _choose_window(one_each)
+    base_ns = [one.trace.base_ns for one in one_each]
+    hosts = [str(one.trace.facts.get("host_name") or "") for one in one_each]
+    groups, unmatched = match(window.calls, window.slots, base_ns)
+    return AlignedRanks(
+        window=window,
+        groups=groups,
+        clocks=align_clocks(window.calls, groups, base_ns, hosts),
+        hosts=hosts,
+        notes=[*notes, *unmatched],
+    )
+
+
+def _choose_window(seen: Sequence[RankFacts]) -> RanksWindow:
     """Choose the steps over which traces are compared, and collect the ranks' collectives."""
     world_size = _find_world_size(seen)
     calls = [collect_calls(one.trace, one.placing, world_size) for one in seen]
@@ -71,7 +99,7 @@ def _choose_window(seen: Sequence[RankFacts]) -> _Window:
     for slot, of_rank in zip(slots_of_steps, calls):
         # the last entry is for calls outside of all steps
         slots.append(np.append(slot, -1)[of_rank.step])
-    return _Window(
+    return RanksWindow(
         seen=seen,
         world_size=world_size,
         calls=calls,
@@ -112,7 +140,7 @@ def _describe_ranks(
 
 def _add_communication(
     found: RankComparison,
-    window: _Window,
+    window: RanksWindow,
     groups: Sequence[Group],
     waits: Waits,
     only: str,
@@ -140,7 +168,7 @@ def _add_communication(
     )
 
 
-def _add_late_ranks(found: RankComparison, window: _Window, waits: Waits, lateness_ms: Numbers) -> RankComparison:
+def _add_late_ranks(found: RankComparison, window: RanksWindow, waits: Waits, lateness_ms: Numbers) -> RankComparison:
     """Add the rank for which the others wait in the usual step, and imbalance that moves.
 
     Args:
@@ -202,7 +230,7 @@ def _find_critical_rank(rows: Sequence[RankRow]) -> int | None:
     return min(rows, key=lambda row: -row.step_ms).rank
 
 
-def _is_whole_world(window: _Window, groups: Sequence[Group]) -> bool:
+def _is_whole_world(window: RanksWindow, groups: Sequence[Group]) -> bool:
     """Whether the traces are of all ranks, which have one group besides pairs, to which all of them belong."""
     shared = [group for group in groups if not group.is_pair]
     if len(window.seen) != window.world_size or len(shared) != 1:
@@ -233,7 +261,7 @@ def _choose_traces(seen: Sequence[RankFacts]) -> tuple[Sequence[RankFacts], list
     return by_rank, notes
 
 
-def _name_shared_steps(window: _Window) -> list[str]:
+def _name_shared_steps(window: RanksWindow) -> list[str]:
     """Name the shared steps as the first rank's trace does."""
     placing = window.seen[0].placing
     names = [""] * window.steps

@@ -27,6 +27,7 @@ from megatron_lite.analysis.trace.launches import MAX_EARLY, measure_early
 
 MIN_TIMED_STEPS = 2
 WAITS = ("data_wait", "process_wait")  # rows that the picture of a step shows beside its phases
+QUEUED = ("launch", "dependency", "unexplained")  # rows of what was launched and has not begun
 BRIDGED = 0.002  # of a step: shorter holes cannot be seen in a picture
 # The host is too slow to launch, by three thresholds: an A100 under DDP with 76% idle time must be found, a CUDA graph
 # with 64% (queued for 162 ms) must not.
@@ -160,17 +161,53 @@ def _break_down(covers: DeviceCovers, gaps: Gaps, steady: SteadySteps) -> dict[s
 
     Communication and copies count where nothing computes.
     """
-    exposed_communication = difference(covers.communication, covers.compute)
-    not_copying = joined(covers.compute, covers.communication)
-    exposed_copy = difference(covers.copy, not_copying)
-    breakdown = {
-        "compute": steady.per_step(covers.compute),
-        "exposed_communication": steady.per_step(exposed_communication),
-        "exposed_copy": steady.per_step(exposed_copy),
-    }
+    breakdown = {row: steady.per_step(cover) for row, cover in _find_working(covers).items()}
     for row, amounts_ns in gaps.amounts.items():
         breakdown[row] = steady.mean_ms(int(amounts_ns.sum()))
     return breakdown
+
+
+def _find_working(covers: DeviceCovers) -> dict[str, Cover]:
+    """Find when each row lasts in which the device works; none overlaps another."""
+    not_copying = joined(covers.compute, covers.communication)
+    return {
+        "compute": covers.compute,
+        "exposed_communication": difference(covers.communication, covers.compute),
+        "exposed_copy": difference(covers.copy, not_copying),
+    }
+
+
+def find_rows(trace: Trace, placing: Placing) -> dict[str, Cover]:
+    """Find when each row of the steady steps lasts; together they tile the steps. Empty without a steady step.
+
+    Where an idle gap of the device has several causes, they follow each other: first what kept the host from launching,
+    then what kept the launched work from starting.
+    """
+    if not any(step.steady for step in placing.steps):
+        return {}
+    if not len(trace.device_rows):
+        return find_host_rows(trace, placing)
+    steady = _choose_steady(placing.steps)
+    work = trace.on_device(trace.device_rows, placing.device)
+    covers = device_covers(trace, work)
+    activity = find_host_activity(trace, placing)
+    others = _find_other_devices(trace, placing.device, steady)
+    gaps = find_idle_gaps(trace, work, covers.busy, steady.cover, activity)
+    gaps = _wait_for_others(gaps, others.busy)
+    rows = {row: intersection(cover, steady.cover) for row, cover in _find_working(covers).items()}
+    return rows | _place_gaps(gaps)
+
+
+def _place_gaps(gaps: Gaps) -> dict[str, Cover]:
+    """Lay the causes of each gap one after the other."""
+    rows = {}
+    start = gaps.start
+    late = [row for row in gaps.amounts if row not in QUEUED]
+    for row in (*late, *QUEUED):
+        end = start + gaps.amounts[row]
+        rows[row] = union(start, end)
+        start = end
+    return rows
 
 
 def _is_launch_bound(
@@ -458,7 +495,7 @@ NO_HOST_TIME = HostTime(
 )
 
 
-def _find_host_time(
+def find_host_time(
     trace: Trace,
     placing: Placing,
     phase: int,
@@ -524,7 +561,7 @@ def _measure_device_phases(
         work = rows[placing.phase[rows] == phase]
         host = NO_HOST_TIME
         if phase >= 0:
-            host = _find_host_time(trace, placing, phase, placing.steady)
+            host = find_host_time(trace, placing, phase, placing.steady)
         if not len(work) and not len(host.step):
             continue
         starts_ns = host.start_ns
@@ -610,7 +647,7 @@ def _measure_host_phases(
     is_outermost &= placing.counts
     found = []
     for phase, name in enumerate(placing.phases):
-        host = _find_host_time(trace, placing, phase, placing.steady, placing.main_thread)
+        host = find_host_time(trace, placing, phase, placing.steady, placing.main_thread)
         if not len(host.step):
             continue
         host_ms = host.cover.length / 1e6 / steps
@@ -694,7 +731,7 @@ def _draw_host_timeline(
     is_typical = np.arange(len(placing.steady)) == steady.typical
     spans = _draw_spans("communication", communication, step)
     for phase, name in enumerate(placing.phases):
-        host = _find_host_time(trace, placing, phase, is_typical, placing.main_thread)
+        host = find_host_time(trace, placing, phase, is_typical, placing.main_thread)
         spans += _draw_spans(name, host.cover, step)
     waits = {row: rows[row] for row in WAITS if row in rows}
     return _draw_waits(waits, step, spans)
