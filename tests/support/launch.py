@@ -53,7 +53,7 @@ EOD = VOCABULARY
 ALONE = World()
 CPU = torch.device("cpu")
 RANK = TESTS / "run_rank.py"  # a file of its own, whose folder is what its imports are looked for in
-END_OF_OUTPUT = 3000  # characters that a failure shows of each rank: a traceback comes last
+END_OF_OUTPUT = 2000  # characters that a failure shows of each rank: a traceback comes last
 SMALL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16"
 MODEL = SMALL.split()
 DATA = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCABULARY), "--num-workers", "0"]
@@ -301,8 +301,9 @@ def on_ranks(function: Callable[..., None], folder: Path, *arguments: str, ranks
             os.killpg(process.pid, signal.SIGKILL)
     outputs = [path.read_text(errors="replace") for path in paths]
     ends = [
-        f"rank {rank}, exit code {code}: ...{out[-END_OF_OUTPUT:]}"
-        for rank, (code, out) in enumerate(zip(codes, outputs))
+        f"rank {rank}, exit code {codes[rank]}: ...{outputs[rank][-END_OF_OUTPUT:]}"
+        # others fail for the sake of one that a signal ended: it comes last, where a log that is cut has room for it
+        for rank in sorted(range(ranks), key=lambda rank: (codes[rank] or 0) < 0)
     ]
     assert codes == [0] * ranks, "\n".join(ends)
     return outputs
