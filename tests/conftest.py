@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import logging
 import os
 import signal
 import types
@@ -76,6 +77,34 @@ def little_garbage():
     """Every training collects garbage; it must not walk each time through all that pytest and big packages hold."""
     gc.collect()
     gc.freeze()  # for good: the next collection walks what has come since
+
+
+class Logged(logging.Handler):
+    """Keeps what the package logs; pytest's own plugin, which is off, takes a millisecond per test."""
+
+    def __init__(self):
+        super().__init__(logging.INFO)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.messages)
+
+
+@pytest.fixture
+def logged():
+    """What the package logs during a test, from INFO on."""
+    logger = logging.getLogger("megatron_lite")
+    level_before = logger.level
+    handler = Logged()
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield handler
+    logger.setLevel(level_before)
+    logger.removeHandler(handler)
 
 
 @pytest.fixture(scope="module")

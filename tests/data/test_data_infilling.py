@@ -72,11 +72,10 @@ def test_texts_are_the_same_in_another_order(corpus):
     assert len(changed) == NUM_SAMPLES and all(after != before for before, after in zip(plain, changed))
 
 
-def test_an_unknown_token_is_the_unknown_one_or_refused(corpus, caplog):
-    with caplog.at_level("INFO", logger="megatron_lite"):
-        samples = read_samples(data_args(corpus, fim_data=True, fim_rate=1.0, fim_middle_token="<nothing>"))
+def test_an_unknown_token_is_the_unknown_one_or_refused(corpus, logged):
+    samples = read_samples(data_args(corpus, fim_data=True, fim_rate=1.0, fim_middle_token="<nothing>"))
     eod = build_tokenizer(data_args(corpus)).eod
-    assert re.search(rf"--fim-middle-token <nothing>: the vocabulary lacks it; its unknown token, {eod},", caplog.text)
+    assert re.search(rf"--fim-middle-token <nothing>: the vocabulary lacks it; its unknown token, {eod},", logged.text)
     assert sum(np.array(samples).flatten() == eod) > 30
     with pytest.raises(DataError, match="--fim-prefix-token <fim_prefix>: is no token of the vocabulary"):
         bytes_only = data_args(corpus, fim_data=True, tokenizer_type="ByteTokenizer")

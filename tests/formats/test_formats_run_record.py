@@ -112,6 +112,7 @@ def test_half_a_character_in_a_path_is_written_and_read(tmp_path):
     assert read_record(tmp_path)[0].command == record.command
 
 
+@pytest.mark.slow
 def test_a_renamed_field_is_a_type_error(tmp_path):
     """As mypy says it in CI."""
     text = (REPO / "megatron_lite" / "formats" / "run_record.py").read_text()

@@ -374,6 +374,7 @@ def test_layout_is_the_formatters_and_the_linter_has_nothing_to_say(words):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_types_are_sound_where_they_are_checked():
     """The whole package, strictly."""
     if tuple(map(int, version("numpy").split(".")[:2])) < MIN_NUMPY:

@@ -45,7 +45,7 @@ def make_walker(folder: Path, text: str, processor=None) -> Walker:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "images" else pytest.mark.slow) for name in SCRIPTS]
+    "name", [pytest.param(name, marks=() if name == "perceptron" else pytest.mark.slow) for name in SCRIPTS]
 )
 def test_a_walk_on_a_cpu_holds_what_the_run_holds(tmp_path, name):
     walker = make_walker(tmp_path, SCRIPTS[name])

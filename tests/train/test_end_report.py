@@ -1,6 +1,5 @@
 """A profiled run ends with its report, which can neither fail nor delay it."""
 
-import logging
 import subprocess
 
 import pytest
@@ -22,15 +21,13 @@ def instead(monkeypatch):
 
 
 @pytest.fixture
-def said_of(caplog, monkeypatch):
+def said_of(logged):
     """(run folder, seconds) to what is logged when its report is made."""
-    monkeypatch.setattr(logging.getLogger("megatron_lite"), "propagate", True)
-    caplog.set_level(logging.INFO, "megatron_lite")
 
     def said(run_dir, seconds=LIMIT_S) -> list[str]:
-        caplog.clear()
+        logged.messages.clear()
         end_with_report(run_dir, seconds)
-        return caplog.messages
+        return list(logged.messages)
 
     return said
 

@@ -122,7 +122,7 @@ def test_what_differs_needs_a_word(saved, tmp_path):
     assert rates["--override-opt-param-scheduler"][0] == pytest.approx(5e-3 * 0.5 * 1.3090169943749475)
 
 
-def test_megatrons_interpolation_factor_is_noted(caplog):
+def test_megatrons_interpolation_factor_is_noted(logged):
     """Megatron-LM 0.16.1 keeps the flag in its arguments and trains without it."""
     rope = "--position-embedding-type rope"
     without, factor = (plan_of(flags(rope, more)) for more in ("", "--rotary-seq-len-interpolation-factor 4"))
@@ -133,9 +133,9 @@ def test_megatrons_interpolation_factor_is_noted(caplog):
     with pytest.raises(CheckpointError, match="--rotary-seq-len-interpolation-factor"):
         require_shape(Path("X"), ours, without.shape, without.vocab_size, None)
     for record, given in ((theirs, None), (ours, None), (ours, 4.0), (theirs, 4.0)):
-        assert caplog.text == ""
+        assert logged.text == ""
         warn_of_rotary(Path("X"), record, given)
-    assert wording("train/leave-flag-out-if") in caplog.text
+    assert wording("train/leave-flag-out-if") in logged.text
 
 
 def test_the_checkpoints_schedule_brings_its_weight_decay(saved):
