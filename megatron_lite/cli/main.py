@@ -64,6 +64,10 @@ COMMANDS = {  # name: (module and function, which takes argv and may return an e
         "cli.replay:run",
         "run a step of a training again: did data, numerics, rate or hardware make it fail",
     ),
+    "mcp": (
+        "mcp_server.command:run",
+        "serve report, compare, postmortem, plan, fit and explain to programs that help people",
+    ),
     "audit": ("cli.report:audit", "check a profiled run against 19 performance questions"),
 }
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it

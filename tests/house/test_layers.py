@@ -51,7 +51,7 @@ LEVELS = [  # bottom up: what stands together does not know each other
     {"train", "analysis", "convert"},
     {"report", "walk", "observers", "replay", "generate", "watch", "script_record"},
     {"app", "cli", "run_planner", "notebook", "rehearsal"},
-    {"__main__", "script_walk"},
+    {"__main__", "script_walk", "mcp_server"},
 ]
 LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}
 MIN_NUMPY = (2, 4)  # types of older ones, which Python 3.10 has, know less of shapes
@@ -69,6 +69,7 @@ UNFOLDED = {
     "cpu_kernels": 9.7,
     "planner": 9.8,
     "cli": 9.5,
+    "mcp_server": 9.9,
     "report": 9.8,
     "instruments": 9.3,
     "watch": 9.2,
@@ -103,6 +104,7 @@ DOCUMENTED = (
     "cli",
     "config",
     "cpu_kernels",
+    "mcp_server",
     "report",
     "watch",
     "postmortem",

@@ -29,7 +29,7 @@ HALVES = {
     "explainer": {"analysis"},
     "renderers": {"report"},
     "entry": {"__main__", "run_planner"},  # hands the planner to the trainer, and words to commands
-    "commands": {"cli", "notebook"},
+    "commands": {"cli", "notebook", "mcp_server"},
 }
 PLACES = {place(path) for path in FILES} - {"__init__"}
 # what all halves stand on: formats of files, flags, and small files at the top

@@ -1,0 +1,46 @@
+"""Runs one command of megatron-lite, confined or not: `python -m megatron_lite.mcp_server.confined_command FILE`.
+
+The process has a folder of its own as its current one until all is imported, so that nothing of a named folder can be
+taken for a module.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+
+from megatron_lite.cli.main import main
+from megatron_lite.mcp_server.confine import Confinement
+
+
+class CommandRequest(msgspec.Struct, frozen=True):
+    """A command, and what it may reach."""
+
+    # The words behind `megatron-lite`.
+    argv: tuple[str, ...]
+    # Folders that may be read, absolute and without links.
+    readable: tuple[str, ...]
+    # The only folder that may be written, absolute and without links.
+    writable: str
+    # The current folder of the command.
+    folder: str
+    # Whether it is held to these folders.
+    confined: bool = True
+
+
+def run_request(file: Path) -> int:
+    """Run the command that a file asks for, confined.
+
+    Returns:
+        Its exit code.
+    """
+    request = msgspec.json.decode(file.read_bytes(), type=CommandRequest)
+    if request.confined:
+        Confinement(tuple(map(Path, request.readable)), Path(request.writable)).apply()
+    os.chdir(request.folder)
+    return main(list(request.argv))
+
+
+if __name__ == "__main__":
+    sys.exit(run_request(Path(sys.argv[1])))
