@@ -56,6 +56,10 @@ COMMANDS = {  # name: (module and function, which takes argv and may return an e
         "cli.report:compare_runs",
         "compare two runs or traces: what changed, and what did not",
     ),
+    "tune": (
+        "cli.tune:run",
+        "try what reports advise, in turns, and keep what is faster at equal losses",
+    ),
     "prove": (
         "cli.prove:run",
         "check that a parallel script, or layout, computes what one rank computes",

@@ -28,6 +28,7 @@ HALVES = {
     },  # have the explainer read snapshots of walks: of a plan, of scripts of others
     "explainer": {"analysis"},
     "renderers": {"report"},
+    "tuner": {"tune"},
     "entry": {"__main__", "run_planner"},  # hands the planner to the trainer, and words to commands
     "commands": {"cli", "notebook", "mcp_server"},
 }
@@ -45,8 +46,9 @@ REACHES = {
     "rehearsal": {"shared", "trainer", "instruments", "planner", "walk", "explainer"},
     "explainer": {"shared"},
     "renderers": {"shared", "planner", "explainer"},
+    "tuner": {"shared", "explainer"},
     "entry": {"shared", "trainer", "instruments", "planner", "commands"},
-    "commands": {"shared", "trainer", "planner", "explainer", "renderers"},
+    "commands": {"shared", "trainer", "planner", "explainer", "renderers", "tuner"},
 }
 # Where torch may be imported. What another half reaches of the trainer are files without torch; commands import it late.
 WITH_TORCH = {"trainer", "instruments", "walk", "rehearsal", "entry"}

@@ -14,6 +14,7 @@ from megatron_lite.analysis.findings.base import (
     saw,
     saw_nothing,
 )
+from megatron_lite.analysis.findings.settings import WITHOUT
 from megatron_lite.analysis.intervals import Integers
 from megatron_lite.analysis.rank_facts import MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.run_facts import Facts
@@ -122,15 +123,17 @@ def find_debug_switches(facts: Facts) -> Finding | Observation:
         variables.append(LAUNCH_BLOCKING)
     if not seen:
         return _look_at_switches(facts)
+    without = [f"{WITHOUT}{variable}" for variable in variables]
     remedies = [WITHOUT_ANOMALY_MODE] if anomaly is not None else []
-    if variables:
-        remedies.append(f"unset {', '.join(variables)}")
+    if without:
+        remedies.append(f"run {', '.join(without)}")
     cost_ms = anomaly.cost_ms if anomaly is not None else None
     return Finding(
         cost_ms=cost_ms,
         gain_ms=cost_ms,
         evidence=tuple(seen),
         advice="; ".join(remedies),
+        flags=tuple(without),
         certain=anomaly is not None,
     )
 

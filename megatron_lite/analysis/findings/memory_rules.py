@@ -25,6 +25,7 @@ from megatron_lite.analysis.findings.base import (
 from megatron_lite.analysis.findings.needless_rules import find_recomputed
 from megatron_lite.analysis.findings.product_rules import SIXTEEN_BITS
 from megatron_lite.analysis.findings.reserved_rules import EXPANDABLE_SEGMENTS, MIN_UNUSED_BYTES
+from megatron_lite.analysis.findings.settings import WITHOUT
 from megatron_lite.analysis.memory.memory_results import GROWS_WITH_BATCH, OUTSIDE, OutOfMemory, Snapshot
 from megatron_lite.analysis.rank_facts import MATTERS, RankFacts, in_ms
 from megatron_lite.analysis.run.run_results import Run
@@ -285,7 +286,7 @@ def find_attention_memory(facts: Facts, most: Snapshot) -> Finding | Observation
 
 
 SELECTIVE = "--recompute-granularity selective"
-NEEDLESS = "--recompute-granularity full, --recompute-method and --recompute-num-layers"
+NEEDLESS = f"{WITHOUT}--recompute-granularity full --recompute-method --recompute-num-layers"
 MIN_GAIN = 0.40  # of the peak, that it must save to be worth a second forward
 MIN_STORED_LAYERS = 4  # with fewer, the one being recomputed is most of it
 RECOMPUTE_FLAG = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -489,8 +490,8 @@ def find_needless_recompute(facts: Facts) -> Finding | Observation:
     if cost_ms < MATTERS * forward.step_ms:
         return saw(*seen)
     # the other two without the first would stop the run
-    advice = f"leave out {NEEDLESS}, or give {SELECTIVE} in their place"
-    return build_time_finding(cost_ms, seen, advice, (SELECTIVE,), certain=False)
+    advice = f"run {NEEDLESS}, or with {SELECTIVE} in their place"
+    return build_time_finding(cost_ms, seen, advice, (NEEDLESS, SELECTIVE), certain=False)
 
 
 def _has_run_out(facts: Facts) -> bool:

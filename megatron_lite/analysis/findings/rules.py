@@ -152,7 +152,7 @@ def _say_without_flags(found: Finding, watched: bool) -> Finding:
     flags.
     """
     advice = in_torch_words(found.advice, watched)
-    of_trainer = [flag for flag in found.flags if flag.startswith(("--", WITHOUT))]
+    of_trainer = [flag for flag in found.flags if flag.startswith(("--", f"{WITHOUT}--"))]
     others = {flag: in_torch_words(flag, watched) for flag in of_trainer if flag not in found.advice}
     # "torch.compile(model)" adds nothing to an advice that names torch.compile
     more = {flag: words for flag, words in others.items() if words and words.partition("(")[0] not in advice}

@@ -1,0 +1,146 @@
+"""`megatron-lite tune` tries what reports advise, in turns with the command as it is, and keeps what is faster."""
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+from megatron_lite.cli.parser import Parser
+from megatron_lite.cli.ranked_commands import find_script
+from megatron_lite.cli.recorded_runs import TRAINER
+from megatron_lite.config.args import Args
+from megatron_lite.config.flags import list_flags
+from megatron_lite.errors import UserError
+from megatron_lite.formats.tune_ledger import TuneRequest
+from megatron_lite.terminal import print_lines
+from megatron_lite.tune.knobs import NO_KNOBS, KnobFile, read_knobs
+from megatron_lite.tune.ledger import Ledger
+from megatron_lite.tune.tuner import Bounds, Tuner
+from megatron_lite.tune.variant import TunedCommand
+
+TRAINER_SCRIPT = "pretrain_gpt.py"
+OWN_PACKAGE = "megatron_lite"
+OWN_COMMAND = ("megatron-lite", "train")
+MIN_STEPS_OF_RUN = 20  # the profiled window, and steps before and behind it
+
+
+def run(argv: list[str]) -> int:
+    """Tune the command, print what was tried and the command to use. Returns an exit code."""
+    options, words = _read_options(argv)
+    knobs, text = _read_knobs(options.knobs)
+    command = read_tuned_command(words, knobs)
+    request = TuneRequest(
+        command=tuple(words),
+        knobs=text,
+        steps=options.steps,
+        rounds=options.rounds,
+        tolerance=options.loss_tolerance,
+    )
+    ledger = Ledger(Path(options.ledger), request)
+    bounds = Bounds(
+        trials=options.trials,
+        seconds=None if options.time is None else 60 * options.time,
+        rounds=options.rounds,
+        tolerance=options.loss_tolerance,
+    )
+    from megatron_lite.cli.tuned_runs import VariantRunner
+    from megatron_lite.report.text import get_style
+    from megatron_lite.report.tune_terminal import tune_lines
+
+    with tempfile.TemporaryDirectory(prefix="megatron-lite-tune-") as folder:
+        runner = VariantRunner(command, knobs.short, options.steps, Path(folder))
+        tuner = Tuner(command, knobs.knobs, bounds, ledger, runner.run, lambda line: print_lines([f"tune: {line}"]))
+        kept = signal.signal(signal.SIGTERM, _interrupt)
+        try:
+            trials, outcome = tuner.tune()
+        finally:
+            signal.signal(signal.SIGTERM, kept)
+    print_lines(["", *tune_lines(trials, outcome, get_style(sys.stdout))])
+    return 0
+
+
+def _interrupt(number: int, frame: object) -> None:
+    """End as on ctrl-C, so that the run that goes on is ended, too."""
+    raise KeyboardInterrupt
+
+
+def _read_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Read the command line of tune: the options, and the words of the command.
+
+    Raises:
+        UserError: An option's value is none that it can have.
+    """
+    parser = Parser(
+        "tune",
+        "Runs a training command for a few steps, takes from the report the first change that is a flag, a variable "
+        "or a declared knob and leaves the losses as they are, runs both in turns, keeps what is faster by more than "
+        "the noise, and goes on. Ends with the command to use, and with everything that was tried. The same command "
+        "goes on where it was interrupted.",
+    )
+    parser.usage = "megatron-lite tune [OPTIONS] [--] COMMAND ..."
+    add = parser.add_argument
+    add("--knobs", metavar="FILE", help="knobs that a script's author declares (docs/tune.md), YAML")
+    add("--ledger", metavar="FILE", default="tune.jsonl", help="file of all that was tried [tune.jsonl]")
+    add("--trials", type=int, default=20, metavar="N", help="changes that are tried at most [20]")
+    add("--time", type=float, metavar="MINUTES", help="that all runs may take together [no limit]")
+    add("--steps", type=int, default=40, metavar="N", help="steps of each run [40]")
+    add("--rounds", type=int, default=3, metavar="N", help="runs of each variant in a trial [3]")
+    add(
+        "--loss-tolerance",
+        type=float,
+        default=1e-3,
+        metavar="SHARE",
+        help="relative difference of a step's loss that another order of sums may make [0.001]; 0: none",
+    )
+    options, command = parser.split_command(argv)
+    for name, least in (("trials", 0), ("steps", MIN_STEPS_OF_RUN), ("rounds", 1), ("loss_tolerance", 0.0)):
+        value = getattr(options, name)
+        if not value >= least:
+            raise UserError(f"--{name.replace('_', '-')} {value}: must be at least {least}.")
+    if options.time is not None and not options.time > 0:
+        raise UserError(f"--time {options.time}: give minutes, more than 0.")
+    return options, command
+
+
+def _read_knobs(path: str | None) -> tuple[KnobFile, str]:
+    """Read the file of --knobs, and its text; no knobs where it is not given."""
+    if path is None:
+        return NO_KNOBS, ""
+    from megatron_lite.analysis.findings.rules import RULES
+
+    return read_knobs(path, frozenset(RULES))
+
+
+def read_tuned_command(words: list[str], knobs: KnobFile) -> TunedCommand:
+    """Read which of a command's words are arguments of its script, and whether that is this package's trainer.
+
+    Args:
+        words: the command.
+        knobs: of the user's file, which say what switches are.
+    """
+    switches = {knob.name for knob in knobs.knobs if knob.is_switch}
+    first_argument, is_trainer = _find_arguments(words)
+    if is_trainer:
+        switches |= {name for flag in list_flags(Args) if flag.is_switch for name in flag.spellings}
+    return TunedCommand(tuple(words), first_argument, is_trainer, frozenset(switches), dict(os.environ))
+
+
+def _find_arguments(words: list[str]) -> tuple[int, bool]:
+    """Find where a script's arguments begin, and whether it is the trainer; behind all words where no script is
+    named."""
+    if (Path(words[0]).name, *words[1:2]) == OWN_COMMAND:
+        return len(OWN_COMMAND), True
+    script = find_script(words)
+    if script is None:
+        return len(words), False
+    if words[script].endswith(".py"):
+        return script + 1, _is_trainer(Path(words[script]))
+    return script + 2, tuple(words[script : script + 2]) == TRAINER
+
+
+def _is_trainer(script: Path) -> bool:
+    """Whether a script is this package's pretrain_gpt.py, and not Megatron-LM's."""
+    is_named = script.name == TRAINER_SCRIPT and script.is_file()
+    return is_named and OWN_PACKAGE in script.read_text(encoding="utf-8", errors="replace")

@@ -1,0 +1,188 @@
+"""Runs variants of a command for a few steps each, and has them recorded."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import msgspec
+
+from megatron_lite.errors import UserError
+from megatron_lite.formats.file_names import STEPS_FILE
+from megatron_lite.formats.tune_ledger import KnobSetting, MeasuredRun, Settings
+from megatron_lite.formats.watch_request import WatchRequest, encode_request
+from megatron_lite.tune.read_measured import read_findings, read_measured
+from megatron_lite.tune.variant import TunedCommand, add_settings
+from megatron_lite.variables import BOOTSTRAP, WATCH, prepend_python_path
+
+RECORDED_STEPS = (6, 12)  # steps that are profiled of a recorded run, [first, end)
+NO_STEPS = (10**8, 10**8 + 1)
+LOOK_S = 0.2
+LIMIT_S = 1800.0  # that a run may take
+SECONDS_TO_END_RUN = 10.0
+OUTPUT_FILE = "output.txt"
+MAX_SHOWN_OUTPUT_BYTES = 2**16  # that is read of its end
+ERROR_WORDS = ("error:", "Error:", "Error ")
+OWN_FOLDERS = ("--save", "--tensorboard-dir")  # a short run writes nothing into the user's
+# what a short run of the trainer does without
+LEFT_OUT_FLAGS = (
+    "--profile",
+    "--use-pytorch-profiler",
+    "--pytorch-profiler-collect-callstack",
+    "--pytorch-profiler-collect-memory",
+    "--record-memory-history",
+    "--wandb-project",
+    "--mlflow-experiment",
+)
+
+
+class VariantRunner:
+    """Runs variants of one command, each in a folder that is removed when it was read."""
+
+    def __init__(self, command: TunedCommand, short: tuple[str, ...], steps: int, folder: Path):
+        """Take what all runs have in common.
+
+        Args:
+            command: as it was given.
+            short: words behind it by which a script of others ends by itself.
+            steps: of each run.
+            folder: for what is recorded.
+        """
+        self._command = command
+        self._short = short
+        self._steps = steps
+        self._folder = folder
+        self._runs = 0
+
+    def run(self, wanted: MeasuredRun) -> MeasuredRun:
+        """Run a variant, and read what it measured.
+
+        Args:
+            wanted: purpose, number, round and settings; the rest is filled in.
+
+        Raises:
+            UserError: the command cannot be started.
+        """
+        began = time.monotonic()
+        self._runs += 1
+        folder = self._folder / f"run-{self._runs}"
+        folder.mkdir(parents=True)
+        is_recorded = wanted.purpose == "record"
+        try:
+            failure = self._run_to_its_end(wanted.settings, is_recorded, folder)
+            wall_s = time.monotonic() - began
+            if failure:
+                return msgspec.structs.replace(wanted, failure=failure, wall_s=wall_s)
+            measured = read_measured(folder / "run", wanted, wall_s)
+            if not is_recorded or measured.failure:
+                return measured
+            findings = read_findings(folder / "run")
+            return msgspec.structs.replace(measured, findings=findings, wall_s=time.monotonic() - began)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _run_to_its_end(self, settings: Settings, is_recorded: bool, folder: Path) -> str:
+        """Run a variant until it has trained its steps. Returns why it failed, or ""."""
+        words, environment = self._write(settings, is_recorded, folder)
+        output = folder / OUTPUT_FILE
+        with output.open("wb") as file:
+            try:
+                process = subprocess.Popen(
+                    words,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                why = f"cannot be run ({error.strerror}); check its name."
+                raise UserError(f"megatron-lite tune: {words[0]} {why}") from None
+        try:
+            has_trained = self._wait(process, folder / "run" / STEPS_FILE)
+        finally:
+            _end_group(process)
+        if has_trained or process.returncode == 0:
+            return ""
+        return f"exit code {process.returncode}: {_read_error(output)}"
+
+    def _write(self, settings: Settings, is_recorded: bool, folder: Path) -> tuple[list[str], dict[str, str]]:
+        """Write the words of a run, and its variables."""
+        environment = dict(os.environ)
+        for name, value in self._command.get_variables(settings).items():
+            environment.pop(name, None)
+            if value is not None:
+                environment[name] = value
+        if self._command.is_trainer:
+            flags = add_settings(settings, self._list_trainer_settings(is_recorded, folder))
+            return self._command.write_words(flags), environment
+        request = WatchRequest(
+            folder=str(folder / "run"),
+            steps=RECORDED_STEPS if is_recorded else NO_STEPS,
+            memory=False,
+            command=list(self._command.words),
+        )
+        environment = prepend_python_path(environment, BOOTSTRAP) | {WATCH: encode_request(request)}
+        return [*self._command.write_words(settings), *self._short], environment
+
+    def _list_trainer_settings(self, is_recorded: bool, folder: Path) -> Settings:
+        """List the flags by which the trainer runs for a few steps, and writes nothing into the user's folders."""
+        values: dict[str, str | None] = {
+            name: None for name in LEFT_OUT_FLAGS if self._command.get("flag", name) is not None
+        }
+        for name in OWN_FOLDERS:
+            if self._command.get("flag", name) is not None:
+                values[name] = str(folder / name.strip("-"))
+        values |= {"--run-dir": str(folder / "run"), "--exit-interval": str(self._steps), "--no-report": ""}
+        if is_recorded:
+            first, end = RECORDED_STEPS
+            values |= {"--use-pytorch-profiler": "", "--pytorch-profiler-collect-shapes": ""}
+            values |= {"--profile-step-start": str(first), "--profile-step-end": str(end)}
+        return tuple(KnobSetting(kind="flag", name=name, value=value) for name, value in values.items())
+
+    def _wait(self, process: "subprocess.Popen[bytes]", steps_file: Path) -> bool:
+        """Wait until the process ends, or has trained its steps where nothing else ends it. Returns whether it has."""
+        ends_by_itself = self._command.is_trainer or bool(self._short)
+        deadline = time.monotonic() + LIMIT_S
+        while time.monotonic() < deadline:
+            try:
+                process.wait(LOOK_S)
+                return False
+            except subprocess.TimeoutExpired:
+                if not ends_by_itself and _count_lines(steps_file) >= self._steps:
+                    return True
+        return False
+
+
+def _count_lines(path: Path) -> int:
+    """Count the lines of a file; 0 where there is none."""
+    try:
+        return path.read_bytes().count(b"\n")
+    except OSError:
+        return 0
+
+
+def _end_group(process: "subprocess.Popen[bytes]") -> None:
+    """End a process and all that it started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(SECONDS_TO_END_RUN)
+        except subprocess.TimeoutExpired:
+            continue
+    process.wait()
+
+
+def _read_error(output: Path) -> str:
+    """Read the line of a process' output that says why it ended."""
+    with output.open("rb") as file:
+        file.seek(max(0, output.stat().st_size - MAX_SHOWN_OUTPUT_BYTES))
+        text = file.read().decode("utf-8", "replace")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if any(word in line for word in ERROR_WORDS)]
+    return (errors or lines or ["it said nothing"])[-1]

@@ -1,0 +1,61 @@
+"""Draws what `megatron-lite tune` tried, and the command to use."""
+
+from collections.abc import Sequence
+
+from megatron_lite.formats.tune_ledger import KnobSetting, TuneOutcome, TuneTrial
+from megatron_lite.report.section import Section, Table, section_lines
+from megatron_lite.report.text import Style, milliseconds, wrapped
+from megatron_lite.units import counted, duration
+
+HEAD = ("", "finding", "change", "before ms", "after ms", "noise ms", "loss apart", "result")
+
+
+def tune_lines(trials: Sequence[TuneTrial], outcome: TuneOutcome, style: Style) -> list[str]:
+    """Draw the ledger: the outcome first, everything tried, and the command to use.
+
+    Args:
+        trials: what was tried, in its order.
+        outcome: how it ended.
+        style: how the terminal may be written to.
+    """
+    lines = wrapped(style.bold(judge_tuning(outcome)), "")
+    if trials:
+        table = Table([_write_row(trial) for trial in trials], "rllrrrrl", HEAD)
+        took = f"{counted(len(trials), 'change')}, runs took {duration(outcome.wall_s)}"
+        lines += ["", *section_lines(Section("tried", "What was tried", took, [table]), style)]
+        for trial in trials:
+            if trial.reason:
+                lines += wrapped(f"{trial.number}: {trial.reason}", "  ")
+    return [*lines, "", outcome.command]
+
+
+def judge_tuning(outcome: TuneOutcome) -> str:
+    """Say in a sentence what tuning brought."""
+    if outcome.settings and outcome.original_ms and outcome.best_ms:
+        less = 1 - outcome.best_ms / outcome.original_ms
+        times = f"{milliseconds(outcome.original_ms)} -> {milliseconds(outcome.best_ms)} ms"
+        return f"{less:.0%} less time per step ({times}, noise {milliseconds(outcome.noise_ms)} ms): {outcome.reason}."
+    return f"The command as given stays: {outcome.reason}."
+
+
+def _write_row(trial: TuneTrial) -> tuple[str, ...]:
+    """Write the row of a change."""
+    return (
+        str(trial.number),
+        trial.code,
+        ", ".join(map(_write_setting, trial.change)),
+        milliseconds(trial.before_ms),
+        milliseconds(trial.after_ms),
+        milliseconds(trial.noise_ms),
+        "" if trial.loss_difference is None else f"{trial.loss_difference:.0e}",
+        trial.result.value,
+    )
+
+
+def _write_setting(setting: KnobSetting) -> str:
+    """Write a setting as a row has it."""
+    if setting.value is None:
+        return f"without {setting.name}"
+    if setting.kind == "flag":
+        return f"{setting.name} {setting.value}".strip()
+    return f"{setting.name}={setting.value}"

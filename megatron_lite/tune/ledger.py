@@ -1,0 +1,130 @@
+"""The file in which everything is written down that was tried, and from which tuning goes on."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from megatron_lite.errors import UserError
+from megatron_lite.formats.tune_ledger import (
+    LedgerLine,
+    MeasuredRun,
+    Settings,
+    TuneOutcome,
+    TuneRequest,
+    TuneTrial,
+    decode_line,
+    encode_line,
+)
+
+Line = TypeVar("Line", TuneTrial, TuneOutcome)
+MAX_LEDGER_BYTES = 2**28
+
+
+class Ledger:
+    """The lines of a ledger; what stands in it already is not measured again.
+
+    Attributes:
+        path: The file.
+    """
+
+    def __init__(self, path: Path, request: TuneRequest):
+        """Open the ledger of a request, or begin it.
+
+        Args:
+            path: the file.
+            request: what is asked for.
+
+        Raises:
+            UserError: it is the ledger of another request, or cannot be read or written.
+        """
+        self.path = path
+        self._runs: list[MeasuredRun] = []
+        self._others: list[LedgerLine] = []
+        lines = list(_read_lines(path))
+        if not lines:
+            self._append(request)
+            return
+        first, *rest = lines
+        if first != request:
+            raise UserError(f"--ledger {path}: is the ledger of {_find_other(first, request)}; name another file.")
+        for line in rest:
+            if isinstance(line, MeasuredRun):
+                self._runs.append(line)
+            else:
+                self._others.append(line)
+
+    def take_run(self, wanted: MeasuredRun) -> MeasuredRun | None:
+        """Take a run that was measured before; None where it was not.
+
+        Args:
+            wanted: purpose, number, round and settings of the run.
+        """
+        for run in self._runs:
+            if _identify(run) == _identify(wanted):
+                return run
+        return None
+
+    def add_run(self, run: MeasuredRun) -> None:
+        """Write down a run."""
+        self._runs.append(run)
+        self._append(run)
+
+    def add(self, line: Line) -> None:
+        """Write down a trial or an outcome, unless it stands there already."""
+        if line not in self._others:
+            self._others.append(line)
+            self._append(line)
+
+    def _append(self, line: LedgerLine) -> None:
+        """Append a line, whole also where the process is killed the next moment."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("ab") as file:
+                file.write(encode_line(line))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            why = error.strerror or error
+            raise UserError(f"--ledger {self.path}: cannot be written ({why}); name another file.") from None
+
+
+def _identify(run: MeasuredRun) -> tuple[str, int, int, Settings]:
+    """Build the key of a run."""
+    return run.purpose, run.number, run.round, run.settings
+
+
+def _read_lines(path: Path) -> Iterator[LedgerLine]:
+    """Read a ledger's lines, without one at its end that a kill cut off, which is taken out of the file."""
+    try:
+        if not path.exists():
+            return
+        if path.stat().st_size > MAX_LEDGER_BYTES:
+            raise UserError(f"--ledger {path}: is larger than a ledger is; name another file.")
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"--ledger {path}: cannot be read ({error.strerror or error}); name another file.") from None
+    whole, _, cut = content.rpartition(b"\n")
+    if cut:
+        os.truncate(path, len(content) - len(cut))
+    for number, text in enumerate(whole.splitlines(), 1):
+        try:
+            yield decode_line(text)
+        except (msgspec.ValidationError, msgspec.DecodeError):
+            raise UserError(f"--ledger {path}: line {number} is none of a ledger; name another file.") from None
+
+
+def _find_other(first: LedgerLine, request: TuneRequest) -> str:
+    """Name what differs from the request."""
+    if not isinstance(first, TuneRequest):
+        return "no command"
+    if first.command != request.command:
+        return "another command"
+    if first.knobs != request.knobs:
+        return "another --knobs"
+    for name in ("steps", "rounds", "tolerance"):
+        if getattr(first, name) != getattr(request, name):
+            return f"--{name} {getattr(first, name)}"
+    return "another version"

@@ -1,0 +1,78 @@
+"""Reads what a run's folder says of a variant: times and losses of its steps, and its report's findings."""
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from megatron_lite.analysis.analyze import analyze
+from megatron_lite.analysis.findings.base import Finding
+from megatron_lite.analysis.findings.settings import Setting
+from megatron_lite.analysis.intervals import Numbers
+from megatron_lite.analysis.run.read import read_run
+from megatron_lite.analysis.run.run_results import Run
+from megatron_lite.errors import UserError
+from megatron_lite.formats.tune_ledger import KnobSetting, MeasuredRun, SeenFinding
+
+MIN_MEASURED_STEPS = 5  # behind the first one
+
+
+def read_measured(folder: Path, wanted: MeasuredRun, wall_s: float) -> MeasuredRun:
+    """Read what a run measured.
+
+    Args:
+        folder: the run's folder.
+        wanted: what was asked for.
+        wall_s: that it took, in seconds.
+
+    Returns:
+        The run, with the reason where it has too few steps.
+    """
+    try:
+        run = read_run(folder)
+    except UserError as error:
+        return msgspec.structs.replace(wanted, wall_s=wall_s, failure=str(error))
+    step_ms = read_step_times(run)
+    if len(step_ms) < MIN_MEASURED_STEPS:
+        failure = f"{len(step_ms)} steps can be measured, and {MIN_MEASURED_STEPS} are needed: more --steps"
+        return msgspec.structs.replace(wanted, wall_s=wall_s, failure=failure)
+    waits_ms = run.core_wait_ms[run.undisturbed]
+    known_ms = waits_ms[np.isfinite(waits_ms)]
+    return msgspec.structs.replace(
+        wanted,
+        wall_s=wall_s,
+        step_ms=tuple(round(float(ms), 4) for ms in step_ms),
+        core_wait_ms=round(float(np.median(known_ms)), 4) if len(known_ms) else None,
+        losses=tuple(float(loss) if np.isfinite(loss) else None for loss in run.losses),
+    )
+
+
+def read_step_times(run: Run) -> Numbers:
+    """Read what each undisturbed step took, ms; evaluating and saving are spread over all of them.
+
+    The last step is left out: a checkpoint at a run's end says nothing of how often one is written.
+    """
+    counted = run.undisturbed.copy()
+    counted[-1:] = False
+    training_ms = run.training_ms[counted]
+    stalls_ms = run.step_ms[counted] - training_ms
+    return training_ms + (stalls_ms.mean() if len(stalls_ms) else 0.0)
+
+
+def read_findings(folder: Path) -> tuple[SeenFinding, ...]:
+    """Read the findings of the report on a recorded run, in its order."""
+    return tuple(convert_finding(finding) for finding in analyze([folder]).findings)
+
+
+def convert_finding(finding: Finding) -> SeenFinding:
+    """Keep of a finding what tuning reads."""
+    remedies = tuple(tuple(_convert(setting) for setting in together) for together in finding.settings)
+    return SeenFinding(code=finding.code, title=finding.title, cost_ms=finding.cost_ms, remedies=remedies)
+
+
+def _convert(setting: Setting) -> KnobSetting:
+    """Write a finding's setting as one of a command."""
+    value = None if setting.is_left_out else setting.value
+    if setting.is_variable:
+        return KnobSetting(kind="variable", name=setting.name, value=value)
+    return KnobSetting(kind="flag", name=setting.name, value=value)
