@@ -17,9 +17,16 @@ from megatron_lite.analysis.memory.snapshot_forms import (
     read_beginning,
 )
 from megatron_lite.analysis.run.read_record import read_record
-from megatron_lite.analysis.trace.foreign import describe_foreign, is_of_torch
+from megatron_lite.analysis.trace.file_blocks import first_bytes
+from megatron_lite.analysis.trace.foreign import (
+    are_packets_of_torch,
+    describe_foreign,
+    describe_foreign_packets,
+    is_of_torch,
+)
 from megatron_lite.analysis.trace.kineto import rank_in_name
-from megatron_lite.analysis.trace.read import NSYS_REPORTS, SQLITE_MAGIC, any_block, export_first, first_bytes
+from megatron_lite.analysis.trace.perfetto_packets import PERFETTO_ENDINGS, is_perfetto
+from megatron_lite.analysis.trace.read import NSYS_REPORTS, SQLITE_MAGIC, any_block, export_first
 from megatron_lite.errors import UserError
 from megatron_lite.formats.file_names import RANKS_FILE, RUN_FILE, STEPS_FILE
 from megatron_lite.formats.run_record import Settings
@@ -41,6 +48,7 @@ CANDIDATES = (
     ".sqlite",
     ".sqlite3",
     ".db",
+    *PERFETTO_ENDINGS,
     ".pickle",
     ".pkl",
     *NSYS_REPORTS,
@@ -118,7 +126,7 @@ def look_at(path: Path, named: bool = False) -> SourceFile:
 
 def _read_header(file: SourceFile, head: bytes) -> SourceFile:
     """Add to a trace what its header tells of rank and world size, and whether the file is whole."""
-    has_header = any(key in head for key in _HEADER)
+    has_header = any(key in head for key in _HEADER) or is_perfetto(head)
     is_whole = has_header or _has_end(file.path, head)
     file = replace(file, whole=is_whole)
     at = head.find(_HEADER[1])
@@ -140,6 +148,8 @@ def _classify(path: Path, head: bytes) -> tuple[str, str]:
     start = head.lstrip()[:1]
     if not start:
         return "", "empty"
+    if is_perfetto(head):
+        return "trace", ""
     if head.startswith(SQLITE_MAGIC):
         # here: other sources are not to wait for sqlite
         from megatron_lite.analysis.trace.nsys_gaps import name_database
@@ -166,9 +176,12 @@ def _classify(path: Path, head: bytes) -> tuple[str, str]:
 
 def _find_foreign_writer(path: Path, head: bytes) -> str:
     """Explain why a trace is none of PyTorch's; '' where it is, or where only the whole file can tell."""
+    is_whole = len(head) < TRACE_HEAD_BYTES
+    if is_perfetto(head):
+        is_own = are_packets_of_torch(head) or (not is_whole and any_block(path, are_packets_of_torch))
+        return "" if is_own else describe_foreign_packets(head)
     if is_of_torch(head):
         return ""
-    is_whole = len(head) < TRACE_HEAD_BYTES
     why_not = describe_foreign(head, is_whole)
     # other tools, such as VizTracer, put PyTorch's events behind their own
     if why_not and not is_whole and any_block(path, is_of_torch):

@@ -53,7 +53,7 @@ def run(argv: list[str]) -> None:
     parser = Parser(
         "report",
         "Shows where the steps of a run spend their time and why memory peaks. Reads run folders, PyTorch traces "
-        "(.json, .json.gz; folders of several ranks), Nsight Systems exports (.sqlite) and memory snapshots "
+        "(.json, .json.gz, .pftrace; folders of several ranks), Nsight Systems exports (.sqlite) and memory snapshots "
         "(.pickle), of this trainer or any other PyTorch job.",
     )
     add = parser.add_argument

@@ -8,10 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_lite.analysis.intervals import Flags, Integers, Numbers
+from megatron_lite.analysis.trace.protobuf_fields import FIXED64, LENGTH_DELIMITED, VARINT
 
-VARINT = 0
-FIXED64 = 1
-LENGTH_DELIMITED = 2
 MAX_DIGITS = 9  # of 7 bits, of a number below 2**63
 LOW_BITS = 127
 GOES_ON = 128  # in a byte after which the number goes on

@@ -19,7 +19,8 @@ from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.kernels.rank_kernels import rank_kernels
 from megatron_lite.analysis.trace import read as trace_read
 from megatron_lite.analysis.trace.columns import Kind
-from megatron_lite.analysis.trace.kineto_json import Chunks, read_ahead
+from megatron_lite.analysis.trace.file_blocks import read_ahead
+from megatron_lite.analysis.trace.kineto_json import Chunks
 from megatron_lite.analysis.trace.read import read_traces
 from megatron_lite.errors import UserError
 from megatron_lite.report.json_file import as_json

@@ -188,8 +188,11 @@ def _add_late_ranks(found: RankComparison, window: RanksWindow, waits: Waits, la
 
 
 def _find_world_size(seen: Sequence[RankFacts]) -> int | None:
-    """The number of all ranks by what the traces say, the largest of several; None where none says it."""
-    sizes = [one.trace.world_size or 0 for one in seen]
+    """The number of all ranks by what the traces say, the largest of several; None where none says it.
+
+    Where they only name groups of ranks, it is at least theirs.
+    """
+    sizes = [one.trace.least_world_size or 0 for one in seen]
     return max(sizes, default=0) or None
 
 

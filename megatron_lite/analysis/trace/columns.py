@@ -19,6 +19,7 @@ from megatron_lite.analysis.core_use import CoreUse
 from megatron_lite.analysis.intervals import Cover, Flags, Integers, Nesting, union
 from megatron_lite.errors import UserError
 from megatron_lite.formats.hardware_record import HardwareFigures
+from megatron_lite.formats.run_record import MAX_RANKS
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -167,6 +168,15 @@ class Trace:
     facts: dict[str, Any] = field(default_factory=dict)
     hardware: HardwareFigures | None = None  # samples of the rank's clocks and errors; None: the file has none
     cores: CoreUse | None = None  # what the process got of the cores in the recorded steps; None: the file does not say
+
+    @property
+    def least_world_size(self) -> int | None:
+        """The number of ranks, or what it is at least where the file does not say: by its collectives' groups."""
+        if self.world_size is not None or not self.collectives:
+            return self.world_size
+        sizes = [one.group_size or 0 for one in self.collectives]
+        least = max(max(sizes), (self.rank or 0) + 1)
+        return least if 1 < least <= MAX_RANKS else None
 
     def name_of(self, event: int) -> str:
         return self.names[int(self.events.name[event])]

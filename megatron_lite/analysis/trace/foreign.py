@@ -22,9 +22,12 @@ OF_TORCH = re.compile(
     rb'|xpu_runtime|mtia_runtime|privateuse1_runtime|ac2g|fwdbwd)"'
     rb'|ProfilerStep#|"Ascend Hardware"|"aten::|"(CPU|CUDA) functions"'
 )
+# The same in a Perfetto trace, where names and categories stand in a table of their own.
+PACKETS_OF_TORCH = re.compile(rb"cpu_op|cuda_runtime|user_annotation|python_function|ProfilerStep#|aten::")
 CATEGORY = re.compile(rb'"cat"\s*:\s*"([^"\\]{0,80})"')
 MAX_NAMED_CATEGORIES = 4  # in a message
 NOT_PYTORCH = "a Chrome trace that PyTorch did not write"
+NOT_PYTORCH_PACKETS = "a Perfetto trace that PyTorch did not write"
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,19 @@ def is_of_torch(text: bytes) -> bool:
     return bool(OF_TORCH.search(text))
 
 
+def are_packets_of_torch(text: bytes) -> bool:
+    """Whether this part of a Perfetto trace holds what PyTorch writes."""
+    return bool(PACKETS_OF_TORCH.search(text))
+
+
+def describe_foreign_packets(head: bytes) -> str:
+    """Why the Perfetto trace that begins with `head`, which holds nothing of PyTorch's, is none of PyTorch's."""
+    for writer in read_foreign_writers():
+        if writer.always and writer.pattern.search(head):
+            return f"a Perfetto trace that {writer.name} wrote, not PyTorch"
+    return NOT_PYTORCH_PACKETS
+
+
 def describe_foreign(text: bytes, is_whole: bool) -> str:
     """Why the trace that begins with `text` is none of PyTorch's; '' where it is, or where its beginning does not tell.
 
@@ -74,7 +90,11 @@ def describe_foreign(text: bytes, is_whole: bool) -> str:
 
 
 def find_foreign(
-    header: Mapping[str, object], categories: Iterable[str | None], threads: Iterable[tuple[Id, Id]], tracks: Tracks
+    header: Mapping[str, object],
+    categories: Iterable[str | None],
+    threads: Iterable[tuple[Id, Id]],
+    tracks: Tracks,
+    form: str = NOT_PYTORCH,
 ) -> str:
     """Why a trace that was read is none of PyTorch's: neither a key beside its events nor a category of these; '' where
     it is.
@@ -84,23 +104,24 @@ def find_foreign(
         categories: Categories of the events.
         threads: (process, thread) of the events.
         tracks: Names of these.
+        form: What such a file is.
     """
     of_torch = any(key in header for key in ("schemaVersion", "deviceProperties", "distributedInfo"))
     used = [category or "" for category in categories]
     processes = {process for process, _ in threads}
     shown = find_accelerator(used, map(tracks.process, processes), (), ())
-    return "" if of_torch or shown or any_known(used, processes) else describe_unknown(used)
+    return "" if of_torch or shown or any_known(used, processes) else describe_unknown(used, form)
 
 
-def describe_unknown(categories: Iterable[str]) -> str:
-    """Describe a Chrome trace that PyTorch did not write, by categories that torch.profiler has not."""
+def describe_unknown(categories: Iterable[str], form: str = NOT_PYTORCH) -> str:
+    """Describe a trace that PyTorch did not write, by categories that torch.profiler has not."""
     names = sorted(filter(None, categories))
     if not names:
-        return f"{NOT_PYTORCH}: its events have no category of torch.profiler"
+        return f"{form}: its events have no category of torch.profiler"
     shown = ", ".join(names[:MAX_NAMED_CATEGORIES])
     if len(names) > MAX_NAMED_CATEGORIES:
         shown += f" and {len(names) - MAX_NAMED_CATEGORIES} more"
-    return f"{NOT_PYTORCH}: torch.profiler has none of its categories ({shown})"
+    return f"{form}: torch.profiler has none of its categories ({shown})"
 
 
 def any_known(categories: Iterable[str], processes: Iterable[object]) -> bool:

@@ -1,6 +1,7 @@
 """A trace of torch.profiler (Kineto), of any year -> Trace."""
 
 import re
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -17,6 +18,7 @@ from megatron_lite.analysis.intervals import Flags, Integers
 from megatron_lite.analysis.trace.columns import (
     DEVICE_KINDS,
     Collective,
+    Events,
     Kind,
     MemoryEvents,
     Numbered,
@@ -28,7 +30,8 @@ from megatron_lite.analysis.trace.columns import (
     make_no_memory_events,
 )
 from megatron_lite.analysis.trace.diagnostics import read_warnings, tells_of_loss
-from megatron_lite.analysis.trace.foreign import find_foreign
+from megatron_lite.analysis.trace.file_blocks import first_bytes
+from megatron_lite.analysis.trace.foreign import NOT_PYTORCH, NOT_PYTORCH_PACKETS, find_foreign
 from megatron_lite.analysis.trace.kineto_json import (
     NO_ARGS,
     Chunks,
@@ -39,11 +42,15 @@ from megatron_lite.analysis.trace.kineto_json import (
     read_metadata,
 )
 from megatron_lite.analysis.trace.kineto_kinds import (
+    COPY,
     Tracks,
     category_of_ascend,
     find_kinds_and_devices,
     kinds_of_categories,
+    name_copy,
 )
+from megatron_lite.analysis.trace.perfetto import PacketChunks
+from megatron_lite.analysis.trace.perfetto_packets import is_perfetto
 from megatron_lite.formats.hardware_record import HardwareFigures
 from megatron_lite.formats.run_record import MAX_RANKS
 from megatron_lite.formats.trace_header import CORES_IN_TRACE, HARDWARE_IN_TRACE
@@ -165,7 +172,7 @@ class Collected:
         columns: Columns = {}
         for name, dtype in COLUMNS.items():
             columns[name] = np.full(len(spans), -1, dtype)
-        names = [event.name for event in spans]
+        names = [name_copy(event) if event.name == COPY else event.name for event in spans]
         _number(columns, "name", self.names, names)
         categories = [event.cat or category_of_ascend(event) for event in spans]
         _number(columns, "category", self.categories, categories)
@@ -477,7 +484,17 @@ def _count(value: Any) -> int | None:
 # --- the trace
 
 _MANY_LOST = 0.01  # of the events, without a time; profilers lose single ones in sound files
+_HEAD_BYTES = 1 << 16  # tell JSON from packets
 _LONG_AFTER_0 = 10**12  # a trace whose times are larger did not begin at 0
+
+
+def open_chunks(path: Path, max_events: int) -> Chunks | PacketChunks:
+    """Open a trace by what stands in it: JSON, or Perfetto's packets. max_events: see read_kineto."""
+    try:
+        head = first_bytes(path, _HEAD_BYTES)
+    except (OSError, zlib.error):
+        head = b""  # reading the file says what is wrong with it
+    return PacketChunks(path, max_events) if is_perfetto(head) else Chunks(path)
 
 
 def read_kineto(
@@ -493,7 +510,7 @@ def read_kineto(
     Raises:
         TraceError: the file is no trace that can be analyzed.
     """
-    chunks = Chunks(path)
+    chunks = open_chunks(path, max_events)
     collected = Collected(max_events)
     for chunk in chunks:
         collected.add(chunk)
@@ -511,7 +528,8 @@ def read_kineto(
     first_ns = _place_in_time(columns, notes, damage)
     if first_ns is None:
         raise TraceError(f"{path}: no event of it has a start time, so there is nothing to analyze.")
-    foreign = find_foreign(chunks.header, collected.categories, collected.threads, collected.tracks)
+    form = NOT_PYTORCH_PACKETS if isinstance(chunks, PacketChunks) else NOT_PYTORCH
+    foreign = find_foreign(chunks.header, collected.categories, collected.threads, collected.tracks, form)
     if foreign:
         raise TraceError(f"{path}: {foreign}.")
     if collected.until_ns is not None:
@@ -537,7 +555,7 @@ def _describe_shortened(collected: Collected, until_ns: int, first_ns: int) -> s
 
 def _build_trace(
     path: Path,
-    chunks: Chunks,
+    chunks: Chunks | PacketChunks,
     collected: Collected,
     columns: Columns,
     first_ns: int,
@@ -568,6 +586,7 @@ def _build_trace(
     )
     threads = _join_threads(columns, collected)
     events, mended = build_events(columns)
+    notes += _describe_vague_copies(events, collected.names)
     facts = read_header(chunks.header, path, first_ns)
     if placed.accelerator and not facts["devices"]:
         number = int(events.device.max(initial=0)) + 1
@@ -590,6 +609,14 @@ def _build_trace(
         unread=placed.unread,
         **facts,
     )
+
+
+def _describe_vague_copies(events: Events, names: Numbered[str]) -> list[str]:
+    """Note copies that nothing but "Memcpy" is known of."""
+    is_vague = (events.kind == Kind.MEMCPY) & (events.name == names.get(COPY, -1))
+    if not is_vague.any():
+        return []
+    return [f"copies whose direction the file does not say: {np.count_nonzero(is_vague):,}"]
 
 
 def _join_threads(columns: Columns, collected: Collected) -> tuple[tuple[str, str], ...]:

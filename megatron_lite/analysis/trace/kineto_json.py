@@ -5,20 +5,17 @@ import contextlib
 import itertools
 import json
 import math
-import queue
 import re
-import threading
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
 from megatron_lite.analysis.trace.columns import TraceError
-from megatron_lite.shared_files import open_foreign
+from megatron_lite.analysis.trace.file_blocks import BLOCK_BYTES, FileBlocks
 
 Id = int | str | None
 Count = int | None
@@ -53,6 +50,10 @@ class EventArgs(msgspec.Struct, gc=False, frozen=True):
     connection: Count = msgspec.field(default=-1, name="connection_id")  # of torch_npu: joins a call with its tasks
     task: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Task Type")  # of torch_npu
     label: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="name")  # of metadata
+    copy: str | int | None = msgspec.field(default=None, name="copy kind")  # of copies that are named "Memcpy" alone
+    source_memory: str | int | None = msgspec.field(default=None, name="src kind")
+    target_memory: str | int | None = msgspec.field(default=None, name="dst kind")
+    counter: float | None = msgspec.field(default=None, name="")  # the value of a counter's sample
 
 
 NO_ARGS = EventArgs()
@@ -110,8 +111,8 @@ def read_text(raw: msgspec.Raw) -> str:
 
 _float_events = msgspec.json.Decoder(list[FloatEvent], strict=False)
 _exact_events = msgspec.json.Decoder(list[ExactEvent], strict=False)
-_ARGS = {field.encode_name: field for field in msgspec.structs.fields(EventArgs)}
-_TEXTS = ("collective", "dtype", "group")
+ARGUMENTS = {field.encode_name: field for field in msgspec.structs.fields(EventArgs)}
+_TEXTS = ("collective", "dtype", "group", "copy", "source_memory", "target_memory")
 _NO_NUMBER = re.compile(rb'":(\s*)-?(?:nan|inf|NaN|Infinity)(?:\([a-z0-9]*\))?(?=\s*[,}])')
 _ESCAPE = re.compile(rb'\\(["\\/bfnrt]|u[0-9a-fA-F]{4})?')
 _HIGH = rb"\\u[dD][89abAB][0-9a-fA-F]{2}"
@@ -176,7 +177,7 @@ def decode_event(text: bytes) -> Event | None:
         tid=_fit_id(entry.get("tid")),
         ts=_number(entry.get("ts")),
         dur=_number(entry.get("dur")),
-        args=_fit_args(args) if isinstance(args, dict) else EventArgs(),
+        args=fit_args(args) if isinstance(args, dict) else EventArgs(),
     )
 
 
@@ -187,19 +188,21 @@ def _fit_id(value: Any) -> Id:
     return str(value)
 
 
-def _fit_args(args: dict[str, Any]) -> EventArgs:
+def fit_args(args: dict[str, Any]) -> EventArgs:
     """The known ones of the arguments, which may be of any type."""
     fitted = {}
     for key, value in args.items():
-        if key in _ARGS:
-            fitted[_ARGS[key].name] = _fit_value(value, _ARGS[key])
+        if key in ARGUMENTS:
+            fitted[ARGUMENTS[key].name] = _fit_value(value, ARGUMENTS[key])
     return EventArgs(**fitted)
 
 
 def _fit_value(value: Any, field: msgspec.structs.FieldInfo) -> Any:
     """The value as one of the field's type; its default where that cannot be."""
     if field.type is msgspec.Raw:
-        return msgspec.Raw(json.dumps(value).encode())
+        return value if isinstance(value, msgspec.Raw) else msgspec.Raw(json.dumps(value).encode())
+    if isinstance(value, msgspec.Raw):
+        return field.default
     if field.name in _TEXTS:
         return value if value is None else str(value)
     number = _number(value)
@@ -217,9 +220,6 @@ def _number(value: Any) -> float | None:
 
 # --- the file in blocks of text, and these in chunks of whole events
 
-BLOCK_BYTES = 1 << 20  # events of a larger one do not fit the caches: 20 to 40% slower
-GZIP_MAGIC = b"\x1f\x8b"
-_SMALL_BYTES = 64
 _ARRAY = re.compile(rb'(?<!\\)"traceEvents"\s*:\s*\[')
 _BARE_ARRAY = re.compile(rb"\s*\[")
 _BETWEEN = re.compile(rb"\}\s*,\s*(?=\{)")
@@ -234,10 +234,10 @@ _MAX_PIECES = 16
 
 
 class Chunks:
-    """Iterates over lists of events. After it: `header`, all that stands beside the events; `damage`, a sentence or
-    None; `cut`, whether the events' end is missing.
+    """Iterates over lists of events.
 
-    bytes_read: of the file as it lies on the disk.
+    After it: `header`, all that stands beside the events; `damage`, a sentence or None; `cut`, whether the events' end
+    is missing.
     """
 
     def __init__(self, path: Path, block_bytes: int = BLOCK_BYTES):
@@ -245,15 +245,25 @@ class Chunks:
         self.block_bytes = block_bytes
         self.cut = False
         self.header: dict[str, Any] = {}
-        self.damage: str | None = None
-        self.bytes_read = 0
+        self._file = FileBlocks(path, block_bytes)
+        self._damage: str | None = None
         self._unreadable = 0
         self._before = b""
         self._text = b""
         self._at = 0  # place of _text in the file's text
 
+    @property
+    def damage(self) -> str | None:
+        """A sentence about damage of the file's text, else of its JSON; None for none."""
+        return self._file.damage or self._damage
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that were read so far, of the file as it lies on the disk."""
+        return self._file.bytes_read
+
     def __iter__(self) -> Iterator[Sequence[Event]]:
-        blocks = self._read_blocks()
+        blocks = iter(self._file)
         ended = False
         self._find_array(blocks)
         for block in blocks:
@@ -274,56 +284,9 @@ class Chunks:
             left = self._text.lstrip(_BLANK)
             place = self._at + len(self._text) - len(left)
             where = f"in the event at byte {place:,}" if left else f"after byte {place:,}"
-            self.damage = f"the JSON breaks off {where}; what precedes it was read"
+            self._damage = f"the JSON breaks off {where}; what precedes it was read"
         elif self.damage is None and self._unreadable:
-            self.damage = f"events that cannot be read: {self._unreadable:,}, left out"
-
-    def _read_blocks(self) -> Iterator[bytes]:
-        """The text of the file, plain or gzipped."""
-        try:
-            with open_foreign(self.path) as file:
-                zipped = file.read(2) == GZIP_MAGIC
-                file.seek(0)
-                if zipped:
-                    yield from read_ahead(self._unzip(file))
-                    return
-                while block := file.read(self.block_bytes):
-                    self.bytes_read += len(block)
-                    yield block
-        except OSError as error:
-            raise TraceError(f"{self.path}: {error.strerror or error}; is this the right file?") from None
-
-    def _unzip(self, file: BinaryIO) -> Iterator[bytes]:
-        read = 0
-        stream = zlib.decompressobj(wbits=31)
-        while zipped := stream.unconsumed_tail or file.read(self.block_bytes // 8):
-            before = stream.copy()
-            try:
-                text = stream.decompress(zipped, self.block_bytes)
-            except zlib.error:
-                pieces = []
-                with contextlib.suppress(zlib.error):
-                    for at in range(0, len(zipped), _SMALL_BYTES):
-                        pieces.append(before.decompress(zipped[at : at + _SMALL_BYTES]))
-                text = b"".join(pieces)
-                where = f"after {read + len(text):,} bytes of text"
-                self.damage = f"the gzip data is damaged {where}; what precedes it was read"
-                yield text
-                return
-            read += len(text)
-            self.bytes_read = file.tell()
-            if text:
-                yield text
-            if stream.eof:  # gzip files may be several, one after the other
-                left = stream.unused_data.lstrip(b"\0")
-                stream = zlib.decompressobj(wbits=31)
-                if not left:
-                    left = file.read(self.block_bytes // 8)
-                if not left.startswith(GZIP_MAGIC):
-                    return
-                file.seek(-len(left), 1)
-        if not stream.eof:
-            self.damage = f"the gzip file ends early, after {read:,} bytes of text; what precedes it was read"
+            self._damage = f"events that cannot be read: {self._unreadable:,}, left out"
 
     def _find_array(self, blocks: Iterator[bytes]) -> None:
         """Stand at the first event."""
@@ -428,33 +391,3 @@ class Chunks:
                 header = json.loads(mend_json(text), strict=False)
                 return header if isinstance(header, dict) else {}
         return {}
-
-
-def read_ahead(blocks: Iterator[bytes], most: int = 4) -> Iterator[bytes]:
-    """The same blocks, made by a thread of their own while the last ones are worked on:
-    unzipping leaves Python's lock."""
-    made: queue.Queue[bytes | BaseException | None] = queue.Queue(maxsize=most)
-    given_up = threading.Event()
-
-    def make() -> None:
-        try:
-            for block in blocks:
-                made.put(block)
-                if given_up.is_set():
-                    return
-            made.put(None)
-        except BaseException as error:  # noqa: BLE001  raised again where the blocks are wanted
-            made.put(error)
-
-    thread = threading.Thread(target=make, daemon=True)
-    thread.start()
-    try:
-        while (block := made.get()) is not None:
-            if isinstance(block, BaseException):
-                raise block
-            yield block
-    finally:
-        given_up.set()
-        while thread.is_alive():
-            with contextlib.suppress(queue.Empty):
-                made.get(timeout=0.01)

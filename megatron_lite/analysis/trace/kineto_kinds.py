@@ -71,9 +71,28 @@ NO_WORK_PROCESSES = re.compile(r"Overlap Analysis|CANN|HCCL|Communication|Python
 MIN_UNREAD_SHARE = 0.05  # of the trace's time, by a track that nobody reads and that may matter
 MAX_TEXT = 60
 MAX_SENTENCES = 5
+COPY = "Memcpy"
 HCCL_STREAMS = 1 << 20  # added to the streams of Ascend's communication, whose numbers are others than those of tasks
 
 Columns = dict[str, NDArray[Any]]
+
+
+def name_copy(event: Event) -> str:
+    """Name a copy as kineto does, "Memcpy HtoD (Pageable -> Device)", by its arguments.
+
+    torch's CUPTI monitor (2.14 and later) calls all copies "Memcpy": torch/profiler/_cupti/monitor_trace.py.
+    """
+    args = event.args or NO_ARGS
+    if not isinstance(args.copy, str):
+        return event.name
+    source = _name_memory(args.source_memory)
+    target = _name_memory(args.target_memory)
+    return f"{COPY} {args.copy} ({source} -> {target})"
+
+
+def _name_memory(memory: str | int | None) -> str:
+    """Name a kind of memory, "device_static" as "Device Static"; "Unknown" where only a number is given."""
+    return memory.replace("_", " ").title() if isinstance(memory, str) else "Unknown"
 
 
 def category_of_ascend(event: Event) -> str:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from megatron_lite.analysis.trace.columns import Trace, TraceError
+from megatron_lite.analysis.trace.file_blocks import BLOCK_BYTES, GZIP_MAGIC
 from megatron_lite.analysis.trace.kineto import MAX_EVENTS, read_kineto
-from megatron_lite.analysis.trace.kineto_json import BLOCK_BYTES, GZIP_MAGIC
 from megatron_lite.analysis.trace.processes import split_processes
 from megatron_lite.machine import read_machine
 from megatron_lite.shared_files import open_foreign
@@ -77,13 +77,6 @@ def export_first(report: Path) -> str:
             ".nsys-rep"
         )
     return f"a report of Nsight Systems; export it first: nsys export --type sqlite {report.name}"
-
-
-def first_bytes(path: Path, count: int) -> bytes:
-    """The beginning of the file's text, unzipped; less than `count` where it is shorter or damaged."""
-    with open_foreign(path) as file:
-        text = file.read(count)
-    return zlib.decompressobj(wbits=31).decompress(text, count) if text.startswith(GZIP_MAGIC) else text
 
 
 def any_block(path: Path, test: Callable[[bytes], bool], max_bytes: int = 256 << 20) -> bool:
