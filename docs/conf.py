@@ -176,6 +176,7 @@ OUTSIDE = {  # files that other files show on a page of the site, or a folder's 
     "../nsight_profile/README.md": "nsight.md",
     "decisions": "decisions/index.md",
 }
+LINK_IN_LIST = r"^- \[[^\]]+\]\(([\w/-]+)\.md\)"  # of a page, in llms.txt
 CATALOGS = {
     "findings": ("<!-- findings -->", list_rules),
     "flags": ("<!-- flags -->", list_all_flags),
@@ -183,19 +184,44 @@ CATALOGS = {
 }
 
 
-def prepare_page(app, docname: str, source: list[str]):
+def fill_page(docname: str, text: str) -> str:
     """Put a catalog in the place of its mark, and let links stay within the site."""
     if docname in CATALOGS:
         mark, make = CATALOGS[docname]
-        before, found, after = source[0].partition(mark)
+        before, found, after = text.partition(mark)
         if not found:
             raise ValueError(f"docs/{docname}.md has no line {mark}")
-        source[0] = before + make() + after
+        text = before + make() + after
     for outside, page in OUTSIDE.items():
-        source[0] = source[0].replace(f"]({outside})", f"]({page})")
+        text = text.replace(f"]({outside})", f"]({page})")
+    return text
+
+
+def prepare_page(app, docname: str, source: list[str]):
+    """Change the text of a page before it is read."""
+    source[0] = fill_page(docname, source[0])
+
+
+def write_texts_for_programs(app, failure):
+    """Write llms.txt with links to the pages of the site, and llms-full.txt with the pages for users themselves."""
+    if failure or app.builder.format != "html":
+        return
+    listed = (ROOT / "docs" / "llms.txt").read_text(encoding="utf-8")
+    for_users, _, _ = listed.partition("## Optional")
+    texts = []
+    for page in re.findall(LINK_IN_LIST, for_users, re.MULTILINE):
+        texts.append(fill_page(page, (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")))
+    out = Path(app.outdir)
+    skill = "skills/megatron-lite/SKILL.md"
+    (out / skill).parent.mkdir(parents=True, exist_ok=True)
+    (out / skill).write_bytes((ROOT / "docs" / skill).read_bytes())
+    on_the_site = re.sub(LINK_IN_LIST, lambda found: found[0].replace(".md)", ".html)"), listed, flags=re.MULTILINE)
+    (out / "llms.txt").write_text(on_the_site, encoding="utf-8")
+    (out / "llms-full.txt").write_text("\n\n".join(texts), encoding="utf-8")
 
 
 def setup(app):
     """Called by Sphinx."""
     app.connect("source-read", prepare_page)
+    app.connect("build-finished", write_texts_for_programs)
     return {"parallel_read_safe": True}

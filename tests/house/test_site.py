@@ -166,6 +166,16 @@ def test_every_link_within_the_site_leads_somewhere_and_no_page_loads_from_the_n
 
 
 @pytest.mark.slow
+def test_the_site_has_texts_for_programs(built):
+    listed = (built / "llms.txt").read_text(encoding="utf-8")
+    links = re.findall(r"\]\((\S+)\)", listed)
+    assert len(links) > 25
+    assert [link for link in links if not (built / link).is_file()] == []
+    whole = (built / "llms-full.txt").read_text(encoding="utf-8")
+    assert all(code in whole for code in RULES)
+
+
+@pytest.mark.slow
 def test_the_catalogs_have_every_finding_flag_and_key(built):
     assert set(RULES) <= Page(built / "findings.html").ids
     spellings = {spelling for flag in list_flags(Args) for spelling in flag.spellings} | set(read_flags())

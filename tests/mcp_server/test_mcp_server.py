@@ -38,9 +38,10 @@ def folder(tmp_path_factory):
     return path
 
 
-def test_the_tools_are_listed_with_what_they_take(folder):
+@pytest.mark.parametrize("mode", ["auto", "legacy"])  # of clients that know the newest protocol, and of older ones
+def test_the_tools_are_listed_with_what_they_take(folder, mode):
     async def list_tools():
-        async with Client(build_server(make_options(folder))) as client:
+        async with Client(build_server(make_options(folder)), mode=mode) as client:
             return (await client.list_tools()).tools, client.instructions
 
     tools, instructions = anyio.run(list_tools)
