@@ -22,7 +22,7 @@ from megatron_lite.analysis.findings.check_case import Check
 from megatron_lite.analysis.kernels.kernel_results import RankKernels
 from megatron_lite.analysis.memory.memory_results import MeasuredCategory, Snapshot, TraceMemory
 from megatron_lite.analysis.ranks.rank_results import RankComparison
-from megatron_lite.analysis.report import REPORT_SCHEMA, Verdict
+from megatron_lite.analysis.report import REPORT_SCHEMA, Gains, Verdict
 from megatron_lite.analysis.run.every_step import EveryStep
 from megatron_lite.analysis.run.pipeline_times import PipelineTimes
 from megatron_lite.analysis.run.run_results import RankLines, RankMedians, Run
@@ -30,7 +30,7 @@ from megatron_lite.analysis.run_facts import Predicted
 from megatron_lite.analysis.time.time_results import RankTime
 from megatron_lite.analysis.trace.columns import Trace
 from megatron_lite.postmortem.postmortem_results import Postmortem
-from megatron_lite.report.json_file import COMPUTED, NOT_OF_RUN, OF_TRACE
+from megatron_lite.report.json_file import COMPUTED, NOT_OF_RUN, NOT_WRITTEN, OF_TRACE
 
 FILE = DOCS / "report.schema.json"
 SIMPLE = {int: "integer", str: "string", bool: "boolean", dict: "object", type(None): "null"}
@@ -57,6 +57,8 @@ class Contents:
     # why the job failed, where its folder holds evidence of that; None for a run that did not fail, and where nothing tells
     failure: Postmortem | None
     findings: tuple[Finding, ...]  # most costly first
+    # what their remedies save together; None where none of them could be replayed
+    gains: Gains | None
     checks: tuple[Check, ...]  # the questions of `megatron-lite audit`, in its order
     critical_rank: int | None  # the rank that the report shows, which waits least for others
     ranks_seen: tuple[TracedRank, ...]  # by rank
@@ -98,6 +100,7 @@ class Definitions:
         hints, comments = typing.get_type_hints(of), read_comments(of)
         fields = msgspec.structs.fields(of) if issubclass(of, msgspec.Struct) else dataclasses.fields(of)
         names = [field.name for field in fields if not (of is Run and field.name in NOT_OF_RUN)]
+        names = [name for name in names if name != NOT_WRITTEN.get(of)]
         properties = {}
         for name in names:
             kind = tuple[RankLines, ...] if (of, name) == (RankMedians, "intervals") else hints[name]

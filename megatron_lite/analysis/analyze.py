@@ -15,6 +15,7 @@ from megatron_lite.analysis.discover import discover_sources
 from megatron_lite.analysis.failed_job import find_failure
 from megatron_lite.analysis.findings.checks import answer_checks
 from megatron_lite.analysis.findings.rules import Judgement, judge
+from megatron_lite.analysis.gains import GainedFindings, describe_next_steps, find_gains
 from megatron_lite.analysis.kernels.kernel_results import RankKernels
 from megatron_lite.analysis.kernels.rank_kernels import rank_kernels
 from megatron_lite.analysis.memory.memory_results import Snapshot
@@ -32,6 +33,7 @@ from megatron_lite.analysis.trace.columns import Trace
 from megatron_lite.analysis.trace.read import are_large, file_bytes, read_traces, readers, say_nothing
 from megatron_lite.analysis.verdict import build_verdict
 from megatron_lite.errors import UserError
+from megatron_lite.postmortem.postmortem_results import Postmortem
 from megatron_lite.units import counted, size
 
 Result = TypeVar("Result")
@@ -179,21 +181,43 @@ def analyze(paths: Sequence[Path | str], say: Callable[..., None] = say_nothing)
         raise UserError(_describe_unreadable(paths, gaps.found))
     say("comparing ranks, looking for causes")
     facts = _gather_facts(ranks_seen, snapshots, run, gaps)
+    report = _conclude(paths, facts, failure, gaps)
+    return replace(report, read_s=time.monotonic() - started)
+
+
+def _conclude(
+    paths: Sequence[Path | str],
+    facts: Facts,
+    failure: Postmortem | None,
+    gaps: _Gaps,
+) -> Report:
+    """Ask the rules, say what limits the run, and replay its steps with the remedies.
+
+    Args:
+        paths: what was read.
+        facts: the run.
+        failure: why the job failed, where its folder tells.
+        gaps: collects what fails.
+    """
     judgement = gaps.attempt("findings", judge, facts, gaps.add) or Judgement((), {})
     findings = weakened(judgement.findings, facts)
     checks = gaps.attempt("checks", answer_checks, facts, findings, judgement.looks)
-    facts = replace(facts, gaps=tuple(facts.in_words(gap) for gap in gaps.found))
     verdict = build_verdict(facts, findings, failure)
+    findings = limit_certainty(findings, verdict.confidence)
+    gained = gaps.attempt("gains", find_gains, facts, findings, verdict) or GainedFindings(findings, None)
+    next_steps = describe_next_steps(gained.gains)
+    facts = replace(facts, gaps=tuple(facts.in_words(gap) for gap in gaps.found))
     return Report(
         paths=tuple(str(path) for path in paths),
         title=describe_run(paths, facts),
-        verdict=verdict,
-        findings=limit_certainty(findings, verdict.confidence),
+        verdict=replace(verdict, next_steps=facts.in_words(next_steps)),
+        findings=gained.findings,
         facts=facts,
+        read_s=0.0,
         looks=judgement.looks,
         checks=checks or (),
+        gains=gained.gains,
         failure=failure,
-        read_s=time.monotonic() - started,
     )
 
 

@@ -22,11 +22,36 @@ class Verdict:
     confidence: str  # "high", "low"
     why: str  # "3 steady steps"; for low and inconclusive the reason
     word: VerdictWord = VerdictWord.INCONCLUSIVE  # "INPUT-BOUND": what limits the run, in one word of a closed set
+    # "First load with 2 workers, then fuse the optimizer: 41 instead of 78 ms per step"; "" where no gains are claimed
+    next_steps: str = ""
 
     @property
     def headline(self) -> str:
         """The word and the sentence, as a renderer shows them."""
         return describe_headline(self.word, self.sentence)
+
+
+@dataclass(frozen=True)
+class OrderedChange:
+    """A finding's remedy in the order in which remedies are worth it."""
+
+    code: str  # of the finding
+    change: str  # that was replayed: "load with 2 workers"
+    alone_ms: float  # that it saves of a step if nothing else is changed
+    ms: float  # that it saves on top of those before it: these add up
+    step_ms: float  # a step after it and those before it
+
+
+@dataclass(frozen=True)
+class Gains:
+    """Gains of the findings' remedies together, by replays of the measured steps with their changes."""
+
+    step_ms: float  # as measured
+    order: tuple[OrderedChange, ...]  # those that save something on top of the others, the first to make first
+    confidence: str  # "high", "low"
+    doubts: tuple[str, ...]  # what lowers the confidence
+    # why nothing is claimed, so that all findings' gains are upper bounds; "": gains are what replays say
+    why_not: str = ""
 
 
 @dataclass(frozen=True)
@@ -41,6 +66,7 @@ class Report:
     read_s: float  # how long reading and analyzing took
     looks: Mapping[str, Observation]  # by code: what each rule saw
     checks: tuple[Check, ...]  # the list of questions in its order
+    gains: Gains | None = None  # None: no finding's remedy could be replayed
     failure: Postmortem | None = None  # why the job failed, where its folder holds evidence of that
 
     def find_page(self, finding: Finding) -> RulePage | None:

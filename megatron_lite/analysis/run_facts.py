@@ -138,6 +138,23 @@ class Facts:
         return self.ranks_seen[0]
 
     @cached_property
+    def graph_ranks(self) -> tuple[RankFacts, ...]:
+        """The ranks whose steps become one dependency graph.
+
+        All whose traces say which rank they are of, else the one whose time is the run's.
+        """
+        numbers = {one.time.rank for one in self.ranks_seen}
+        is_each_named = None not in numbers and len(numbers) == len(self.ranks_seen)
+        if is_each_named:
+            return self.ranks_seen
+        return () if self.critical is None else (self.critical,)
+
+    def find_graph_place(self, rank: int | None) -> int | None:
+        """Find a rank's place among those of the graph; None where it is not among them."""
+        ranks = [one.time.rank for one in self.graph_ranks]
+        return ranks.index(rank) if rank in ranks else None
+
+    @cached_property
     def exposed(self) -> tuple[Exposed, ...]:
         """Communication of the critical rank that no compute runs beside, by purpose, most exposed first."""
         if self.critical is None:

@@ -83,6 +83,7 @@ def html_page(report: Report) -> str:
     """Write a report as the HTML of one page."""
     charts = build_charts(report)
     sections = build_sections(report, True)
+    next_steps = [report.verdict.next_steps] if report.verdict.next_steps else []
     if "losses" in charts:
         sections.append(Section("losses", "Losses", "of every step", []))
     return render_page(
@@ -90,7 +91,7 @@ def html_page(report: Report) -> str:
         charts,
         title=report.title,
         command="report",
-        sentences=re.split(r"(?<=\.) ", report.verdict.headline),
+        sentences=[*re.split(r"(?<=\.) ", report.verdict.headline), *next_steps],
         confidence=report.verdict.why,
         trust=_name_trust(report),
         tiles=build_tiles(report),

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from megatron_lite.analysis.findings.base import Finding
 from megatron_lite.analysis.memory.memory_results import MeasuredCategory
 from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.report import REPORT_SCHEMA, Report
@@ -23,6 +24,8 @@ from megatron_lite.report.sections.all import build_limitations
 OF_RANKS = ("ranks_seen", "snapshots", "traced_memory")
 LISTS = (list, tuple, set, frozenset)
 LEAVES = (str, int, bool, type(None))
+# an edit is code, whose words are in the gains
+NOT_WRITTEN: dict[type, str] = {Finding: "edit"}
 # a property that is written, too
 COMPUTED = {Compared: "difference", MeasuredCategory: "difference_bytes", RankTime: "idle_ms"}
 OF_TRACE = (
@@ -79,6 +82,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "verdict": plain(report.verdict),
         "failure": msgspec.to_builtins(report.failure),
         "findings": plain(report.findings),
+        "gains": plain(report.gains),
         "checks": plain(report.checks),
         "critical_rank": facts.critical.time.rank if facts.critical else None,
         "ranks_seen": lists["ranks_seen"],
@@ -198,7 +202,7 @@ def _list_fields(kind: type) -> tuple[str, ...]:
     """List the fields of a dataclass or a Struct that are written; no fields for other types."""
     names: list[str] = []
     if dataclasses.is_dataclass(kind):
-        names += [field.name for field in dataclasses.fields(kind)]
+        names += [field.name for field in dataclasses.fields(kind) if field.name != NOT_WRITTEN.get(kind)]
     names += getattr(kind, "__struct_fields__", ())
     if kind in COMPUTED:
         names.append(COMPUTED[kind])

@@ -24,6 +24,8 @@ def terminal_lines(report: Report, style: Style, everything: bool = False) -> li
     """
     lines = [heading(report.title, f"read in {report.read_s:.1f} s", style), ""]
     lines += map(style.warm, wrapped(report.verdict.headline))
+    if report.verdict.next_steps:
+        lines += map(style.warm, wrapped(report.verdict.next_steps))
     lines += map(style.dim, wrapped(describe_confidence(report)))
     limitations = _write_limitations(report, style, everything)
     sections = build_sections(report, everything)

@@ -10,6 +10,7 @@ from support.finding_cases import (
     ANSWERS,
     CASES,
     CLEAN,
+    EDITED,
     GATHER,
     MORE_NEAR_MISSES,
     MORE_TRIGGERS,
@@ -28,11 +29,14 @@ from support.training_maker import FP32_GEMM, SIMT_GEMM, ordinary_steps
 from support.wording import wording
 
 from megatron_lite.analysis.analyze import analyze
-from megatron_lite.analysis.findings.base import rule
+from megatron_lite.analysis.findings.base import Finding, rule
 from megatron_lite.analysis.findings.rules import RULES, apply_rules, get_page
 from megatron_lite.analysis.findings.settings import Setting, read_settings
+from megatron_lite.analysis.graph.build import build_graph
+from megatron_lite.analysis.graph.replay import replay
 from megatron_lite.analysis.kernels.kernel_results import TensorCores
 from megatron_lite.analysis.ranks.rank_results import Straggler
+from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.config.args import Args
 from megatron_lite.config.flags import list_flags
@@ -49,26 +53,33 @@ REAL = [*sorted(filter(Path.is_dir, (SHARED / "traces").glob("*"))), *sorted((SH
 NEEDS_REAL = pytest.mark.skipif(not REAL, reason="no ../shared/traces beside the repository")
 
 
-def found_in(folder, write) -> list:
+def report_on(folder, write) -> Report:
     write(folder)
     report = analyze([folder])
     assert [gap for gap in report.facts.gaps if "mistake" in gap or wording("analysis/could-not-be") in gap] == []
-    return list(report.findings)
+    return report
+
+
+def found_in(folder, write) -> list:
+    return list(report_on(folder, write).findings)
 
 
 @pytest.mark.parametrize(("code", "write"), triggers, ids=[code for code, _ in triggers])
 def test_the_cause_is_found(tmp_path, code, write):
-    mine = [one for one in found_in(tmp_path, write) if one.code == code]
+    report = report_on(tmp_path, write)
+    mine = [one for one in report.findings if one.code == code]
     assert len(mine) == 1
     [one] = mine
+    check_gain(one, report)
     assert one.evidence and all(piece.text and "\n" not in piece.text for piece in one.evidence)
     assert one.advice and "\n" not in one.advice
-    assert one.gain_ms is None or 0 <= one.gain_ms <= one.cost_ms * (1 + 1e-9)
     said = " | ".join([one.advice, *(piece.text for piece in one.evidence)])
     assert "nan" not in said.lower().split()
     settings = [setting for together in one.settings for setting in together]
     assert all(setting.name.isupper() if setting.is_variable else setting.name in TRAINER_FLAGS for setting in settings)
     assert len(one.settings) >= len(one.flags)
+    if write is CASES[code][0]:
+        assert (one.edit is not None) == (code in EDITED)
     if write is CASES[code][0] and code in ANSWERS:
         cost, words = ANSWERS[code]
         assert words in said and (not cost or one.cost_ms == pytest.approx(float(cost), rel=0.05))
@@ -91,6 +102,20 @@ def test_the_cause_is_found(tmp_path, code, write):
 )
 def test_what_a_flag_sets_is_read(flag, settings):
     assert list(read_settings(flag)) == settings
+
+
+def check_gain(one: Finding, report: Report) -> None:
+    """A bound is no more than the cost; a change of the graph, also where nothing is claimed by it, makes no step longer."""
+    assert one.gain_ms is None or one.gain_ms >= 0
+    if one.gain_is_bound:
+        assert one.gain_ms is None or one.gain_ms <= one.cost_ms * (1 + 1e-9)
+    if one.edit is None:
+        assert one.gain_is_bound
+        return
+    graph = build_graph([(rank.trace, rank.placing) for rank in report.facts.graph_ranks])
+    before = replay(graph)
+    after = replay(one.edit.apply(graph))
+    assert before is None or after.step_ns <= before.step_ns
 
 
 def straggler_of(folder, window, ordinary_ms) -> str:
@@ -136,6 +161,7 @@ def test_python_at_work_on_a_cpu_is_named_by_phase_and_with_stacks_by_function(t
     [found] = found_in(tmp_path, python_works(4_000, line))
     assert (found.code, found.title) == ("host-gaps", wording("report/python-between-operators"))
     assert found.cost_ms == pytest.approx(4.0, rel=0.05)
+    assert found.edit is not None and found.gain_ms == pytest.approx(4.0, rel=0.05)
     assert wording("analysis/python-runs-for-millisecond", 4.0) in found.evidence[0].text
     assert (
         wording("analysis/ms-in-median-step", 4.0, seen) in found.evidence[1].text

@@ -1,15 +1,20 @@
 """Findings, the rules that look for them, and how rules word what they find."""
 
 import enum
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from inspect import cleandoc
 from typing import Literal
 
 from megatron_lite.analysis.findings.settings import Setting, read_settings
+from megatron_lite.analysis.graph.edits.syncs import drop_syncs_of
+from megatron_lite.analysis.graph.graph import Graph
+from megatron_lite.analysis.kernels.kernel_names import short_name
 from megatron_lite.analysis.memory.memory_results import Snapshot
 from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts
 from megatron_lite.analysis.run_facts import Facts
+from megatron_lite.analysis.time.time_results import SyncSite
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.phases import Phase
 from megatron_lite.units import counted
@@ -56,6 +61,14 @@ class Evidence:
 
 
 @dataclass(frozen=True)
+class Edit:
+    """A remedy as a change of the dependency graph of the measured steps, whose replay tells what it saves."""
+
+    change: str  # of the program, an instruction in a few words: "load with 2 workers"
+    apply: Callable[[Graph], Graph]
+
+
+@dataclass(frozen=True)
 class Finding:
     """A cause of lost time or memory."""
 
@@ -66,13 +79,18 @@ class Finding:
     evidence: tuple[Evidence, ...] = ()  # never empty, what counts most first
     advice: str = ""  # never empty: one line, the flag to try first
     flags: tuple[str, ...] = ()  # ("--num-workers 4",)
-    gain_ms: float | None = None  # upper bound per step; ceilings of several findings do not add
+    # that the remedy saves of a step if nothing else changes; see gain_is_bound
+    gain_ms: float | None = None
     gain_bytes: int | None = None
     certain: bool = True  # False: likely, and the text says what would settle it
     rank: int | None = None  # if it is one rank's
     once_ms: float | None = None  # of the trace, if it is paid once rather than by each step: then cost_ms is None
     # what `flags` set, those of one flag together; of this trainer also where a script of others has no such flags
     settings: tuple[tuple[Setting, ...], ...] = ()
+    # True: gain_ms is an upper bound, and bounds of several findings do not add up; False: it is what a replay of the
+    # measured steps with the remedy says
+    gain_is_bound: bool = True
+    edit: Edit | None = field(default=None, compare=False)  # None: no change of the graph stands for the remedy
 
 
 @dataclass(frozen=True)
@@ -81,6 +99,7 @@ class Remedy:
 
     advice: str  # one line
     flags: tuple[str, ...] = ()  # the same as flags: ("--num-workers 4",)
+    edit: Edit | None = None  # the same as a change of the graph
 
 
 NO_STEADY_STEP = "the trace has no steady step"
@@ -229,6 +248,7 @@ def build_time_finding(
     flags: tuple[str, ...] = (),
     certain: bool = True,
     rank: int | None = None,
+    edit: Edit | None = None,
 ) -> Finding:
     """Build the finding of what costs `cost_ms` of each step, and gains that if it goes.
 
@@ -239,6 +259,7 @@ def build_time_finding(
         flags: what to change, as flags.
         certain: whether nothing else can have made it.
         rank: the rank that it is of; None where it is of all.
+        edit: the remedy as a change of the graph; None where none stands for it.
     """
     return Finding(
         cost_ms=cost_ms,
@@ -248,7 +269,25 @@ def build_time_finding(
         flags=flags,
         certain=certain,
         rank=rank,
+        edit=edit,
     )
+
+
+def drop_sites(
+    change: str,
+    sites: Sequence[SyncSite],
+    left_out: Collection[str] = (),
+) -> Edit:
+    """Build the edit of steps in which the host does not wait for the device at some places.
+
+    Args:
+        change: what is done to the program.
+        sites: the places.
+        left_out: phases in which the same operators may wait.
+    """
+    operators = {short_name(site.operator) for site in sites if site.operator}
+    phases = {site.phase for site in sites if not site.operator}
+    return Edit(change, partial(drop_syncs_of, operators=operators, phases=phases, left_out=left_out))
 
 
 def measure_longest_step(facts: Facts) -> float:
@@ -269,6 +308,7 @@ def find_lost_time(
     cheap: bool = False,
     at_least: float = MATTERS,
     title: str = "",
+    edit: Edit | None = None,
 ) -> Finding | Observation:
     """Find what costs `cost` ms of each step, and gains that if it goes; of less than a notable share say what was
     seen.
@@ -285,6 +325,7 @@ def find_lost_time(
         cheap: it is cheap to remove, so that MIN_SHARE_SHOWN of the step is notable.
         at_least: the notable share of a step, where it is not cheap.
         title: "" for the rule's.
+        edit: the remedy as a change of the graph; None where none stands for it.
     """
     evidence = (Evidence(seen, one.where(row)), *more)
     if one.share(cost) < (MIN_SHARE_SHOWN if cheap else at_least):
@@ -300,6 +341,7 @@ def find_lost_time(
         gain_ms=cost,
         certain=certain,
         rank=one.time.rank,
+        edit=edit,
     )
 
 

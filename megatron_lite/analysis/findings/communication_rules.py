@@ -3,10 +3,12 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from megatron_lite.analysis.findings.base import (
+    Edit,
     Evidence,
     Finding,
     Observation,
@@ -21,6 +23,11 @@ from megatron_lite.analysis.findings.base import (
     saw_nothing,
 )
 from megatron_lite.analysis.gpu_clocks import describe_kept_clock, describe_slow_gpu
+from megatron_lite.analysis.graph.edits.accumulation import sum_gradients_once
+from megatron_lite.analysis.graph.edits.links import change_link
+from megatron_lite.analysis.graph.edits.overlap import overlap_collectives
+from megatron_lite.analysis.graph.edits.straggler import level_rank
+from megatron_lite.analysis.graph.graph import Graph
 from megatron_lite.analysis.intervals import Flags, Integers, Numbers
 from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.ranks.calls import collective_bytes
@@ -30,6 +37,7 @@ from megatron_lite.analysis.ranks.process_groups import is_fully_sharded
 from megatron_lite.analysis.ranks.rank_results import RankComparison, Straggler
 from megatron_lite.analysis.run_facts import TIGHT, Facts
 from megatron_lite.formats.file_names import RUN_FILE, STEPS_FILE
+from megatron_lite.formats.hardware import match_processor
 from megatron_lite.phases import Phase
 from megatron_lite.units import counted, significant, size
 from megatron_lite.variables import MORE_QUEUES, QUEUES, has_needless_order
@@ -37,6 +45,7 @@ from megatron_lite.variables import MORE_QUEUES, QUEUES, has_needless_order
 # --- gradients
 
 NS_PER_MS = 1e6
+REDUCED_IN = (Phase.BACKWARD.value, Phase.GRAD_SYNC.value)
 
 
 def _find_reductions(facts: Facts, one: RankFacts) -> Integers:
@@ -48,9 +57,7 @@ def _find_reductions(facts: Facts, one: RankFacts) -> Integers:
     """
     if facts.splits_model:
         return np.empty(0, np.int64)
-    return one.in_phases(
-        find_rows_for(one, (Purpose.GRADIENTS, Purpose.REST)), Phase.BACKWARD.value, Phase.GRAD_SYNC.value
-    )
+    return one.in_phases(find_rows_for(one, (Purpose.GRADIENTS, Purpose.REST)), *REDUCED_IN)
 
 
 @dataclass(frozen=True)
@@ -235,7 +242,13 @@ def find_no_overlap(facts: Facts, one: RankFacts) -> Finding | Observation:
         *more,
         flags=remedy.flags,
         certain=not more,
+        edit=Edit("reduce gradients beside backward", _overlap_reduction),
     )
+
+
+def _overlap_reduction(graph: Graph) -> Graph:
+    """Let gradients be reduced beside backward, and only the update wait for them."""
+    return overlap_collectives(graph, graph.find_phase(*REDUCED_IN))
 
 
 def _advise_buckets(facts: Facts) -> Remedy:
@@ -354,7 +367,9 @@ def find_reduce_every_micro_batch(facts: Facts, one: RankFacts) -> Finding | Obs
         f"{in_ms(early_ms)} per step; not overlapped with compute: {one.of_step(cost_ms)}"
     )
     advice = "reduce after the last micro-batch only: model.no_sync() around the others"
-    return find_lost_time(one, cost_ms, text, advice, row=early[0], at_least=0.0)
+    summing = partial(sum_gradients_once, micro_batches=round(len(ranges) / is_last.sum()))
+    edit = Edit("reduce gradients once per step", summing)
+    return find_lost_time(one, cost_ms, text, advice, row=early[0], at_least=0.0, edit=edit)
 
 
 def _is_last_of_step(one: RankFacts, ranges: Integers) -> Flags:
@@ -456,7 +471,23 @@ def find_straggler(facts: Facts) -> Finding | Observation:
         to_do = NOT_THROTTLED
     advice = f"rank {found.rank}: {to_do}"
     is_certain = bool(found.cause) and found.share_last is not None and not doubt
-    return build_time_finding(found.caused_wait_ms, evidence, advice, flags, is_certain, found.rank)
+    return build_time_finding(
+        found.caused_wait_ms,
+        evidence,
+        advice,
+        flags,
+        is_certain,
+        found.rank,
+        edit=_level_late_rank(facts, found),
+    )
+
+
+def _level_late_rank(facts: Facts, found: Straggler) -> Edit | None:
+    """Build the edit of a late rank at the others' pace; None without traces of it and of others."""
+    place = facts.find_graph_place(found.rank)
+    if place is None or len(facts.graph_ranks) < 2:
+        return None
+    return Edit(f"bring rank {found.rank} to the others' pace", partial(level_rank, late=place))
 
 
 def find_latest_rank(facts: Facts) -> tuple[Straggler | None, float]:
@@ -570,7 +601,38 @@ def find_tensor_across_nodes(facts: Facts) -> Finding | Observation:
     fewer = math.gcd(tensor, per_node)
     flags = (f"--tensor-model-parallel-size {fewer}", f"--pipeline-model-parallel-size {tensor // fewer}")
     advice = f"use tensor parallelism within a node only: {flags[0]}, and {flags[1]} for the rest"
-    return build_time_finding(exposed_ms, [Evidence(f"{layout}; {exposed}")], advice, flags)
+    evidence = [Evidence(f"{layout}; {exposed}")]
+    return build_time_finding(exposed_ms, evidence, advice, flags, edit=_keep_within_node(facts))
+
+
+def _keep_within_node(facts: Facts) -> Edit | None:
+    """Build the edit of tensor parallel ranks that exchange over the link within a node; None without its bandwidth."""
+    one = facts.critical
+    processor = match_processor(one.time.device if one else None)
+    if processor is None or not processor.link_gb_s or not processor.network_gb_s:
+        return None
+    # a link's bandwidth is that of both directions
+    factor = processor.link_gb_s / 2 / processor.network_gb_s
+    return Edit("split layers within a node", partial(_change_tensor_link, facts=facts, factor=factor))
+
+
+def _change_tensor_link(
+    graph: Graph,
+    facts: Facts,
+    factor: float,
+) -> Graph:
+    """Let collectives of tensor parallel ranks be transferred so many times as fast.
+
+    Args:
+        graph: the graph of the ranks of `facts`.
+        facts: the run.
+        factor: 2 for twice the bandwidth.
+    """
+    chosen = np.zeros(len(graph.activities), bool)
+    for place, one in enumerate(facts.graph_ranks):
+        rows = find_rows_for(one, (Purpose.TENSOR, Purpose.FORWARD))
+        chosen |= (graph.rank == place) & np.isin(graph.activities.row, rows)
+    return change_link(graph, factor, chosen)
 
 
 @dataclass(frozen=True)

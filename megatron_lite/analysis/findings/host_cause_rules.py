@@ -11,6 +11,7 @@ from megatron_lite.analysis.findings.base import (
     Recording,
     Remedy,
     could_not_look,
+    drop_sites,
     find_lost_time,
     rule,
     saw,
@@ -288,7 +289,9 @@ def find_clip_on_host(facts: Facts, one: RankFacts) -> Finding | Observation:
     advice = (
         "clip on the device: clip_grad_norm_(..., foreach=True) without error_if_nonfinite, the norm read when logged"
     )
-    return find_lost_time(one, cost, text, advice)
+    # what Python would do less of is not known
+    edit = drop_sites("clip without waiting", sites) if waited_ms > own_ms else None
+    return find_lost_time(one, cost, text, advice, edit=edit)
 
 
 @rule("process-wait", "host waiting for other processes", "step", needs="trace")

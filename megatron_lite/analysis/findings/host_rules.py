@@ -1,14 +1,17 @@
 """Time that the host loses in the step: waits, late launches, pauses."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 from megatron_lite.analysis.findings.base import (
+    Edit,
     Evidence,
     Finding,
     Observation,
     Recording,
     Remedy,
     could_not_look,
+    drop_sites,
     find_lost_time,
     rule,
     saw,
@@ -32,6 +35,8 @@ from megatron_lite.analysis.findings.host_cause_rules import (
 from megatron_lite.analysis.findings.input_rules import is_batch_copy, pageable_rows
 from megatron_lite.analysis.findings.reserved_rules import EXPANDABLE_SEGMENTS
 from megatron_lite.analysis.findings.update_rules import LOG, find_log_stalls
+from megatron_lite.analysis.graph.edits.host_work import move_stretches_to_thread
+from megatron_lite.analysis.graph.edits.launches import capture_phases
 from megatron_lite.analysis.rank_facts import MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.run.cores import measure_recording_ms
 from megatron_lite.analysis.run_facts import Facts
@@ -83,6 +88,7 @@ def find_sync_in_step(facts: Facts, one: RankFacts) -> Finding | Observation:
         *shown,
         flags=("--log-interval 100",),
         cheap=True,
+        edit=drop_sites("drop the synchronizations", sites, BETWEEN_STEPS),
     )
     if isinstance(found, Finding):
         return found
@@ -160,6 +166,9 @@ def find_waits(one: RankFacts) -> list[SyncSite]:
 
 MAX_LAUNCH_SITES = 3
 MIN_LAUNCH_SHARE = 0.10  # of the step, without what recording added
+# no graph of the device's holds what loads, copies batches, logs, evaluates or saves
+NEVER_CAPTURED = BETWEEN_STEPS | {Phase.DATA.value, Phase.DATA_TO_DEVICE.value}
+CAPTURED = Edit("capture launches in CUDA graphs", partial(capture_phases, left_out=NEVER_CAPTURED))
 
 
 @rule("launch-bound", "host too slow to launch small kernels", "step", "kernels", needs="gpu")
@@ -208,6 +217,7 @@ def find_launch_bound(facts: Facts, one: RankFacts) -> Finding | Observation:
         flags=remedy.flags,
         certain=not one.trace.with_stack and not doubt,
         at_least=0.0,
+        edit=CAPTURED,
     )
 
 
@@ -366,6 +376,21 @@ def _find_in_places(facts: Facts, one: RankFacts, most_ms: float) -> Finding | O
         flags=flags,
         certain=False,
         at_least=MAX_LATE_SHARE,
+        edit=_move_python_work(notable),
+    )
+
+
+def _move_python_work(stretches: Sequence[Stretch]) -> Edit:
+    """Build the edit of steps without what Python does for long in the phases of these stretches.
+
+    A thread may do it: a step takes at least that long.
+    """
+    phases = [stretch.phase for stretch in stretches]
+    named = " and ".join(dict.fromkeys(phase or "the step" for phase in phases))
+    least_ns = MIN_STRETCH_MS * 1e6
+    return Edit(
+        f"take the Python work out of {named}",
+        partial(move_stretches_to_thread, phases=phases, least_ns=least_ns),
     )
 
 
@@ -450,6 +475,8 @@ def find_short_gaps(facts: Facts, one: RankFacts) -> Finding | Observation:
         flags=flags,
         certain=False,
         at_least=MAX_SHORT_SHARE,
+        # launch latency and gaps within CUDA graphs are the device's own, which launching earlier does not shorten
+        edit=CAPTURED if parts.get(HOST_LATE, 0.0) > MUCH * cost else None,
     )
 
 

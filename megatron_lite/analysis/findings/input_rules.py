@@ -4,11 +4,13 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from megatron_lite.analysis.findings.base import (
     MAX_SHOWN,
+    Edit,
     Evidence,
     Finding,
     Observation,
@@ -16,12 +18,15 @@ from megatron_lite.analysis.findings.base import (
     Remedy,
     build_time_finding,
     could_not_look,
+    drop_sites,
     find_lost_time,
     rule,
     saw,
     saw_wrong,
     tell_more,
 )
+from megatron_lite.analysis.graph.edits.loader import speed_up_loader, use_workers
+from megatron_lite.analysis.graph.host_lanes import FROM_WORKERS
 from megatron_lite.analysis.intervals import Integers
 from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.run.run_results import Run
@@ -145,7 +150,15 @@ def find_starved_loader(facts: Facts) -> Finding | Observation:
     if doubt:
         seen.append(Evidence(doubt))
     remedy = _advise_workers(facts, wait)
-    return build_time_finding(wait.ms, seen, remedy.advice, remedy.flags, certain=not doubt, rank=wait.rank)
+    return build_time_finding(
+        wait.ms,
+        seen,
+        remedy.advice,
+        remedy.flags,
+        certain=not doubt,
+        rank=wait.rank,
+        edit=remedy.edit,
+    )
 
 
 def _look_at_loader(facts: Facts) -> Observation:
@@ -172,27 +185,44 @@ def _shows_loader(one: RankFacts) -> bool:
 
 
 LESS_PER_BATCH = "do less per batch: tokenize before training, larger reads, a local disk"
+HALF_PER_BATCH = Edit("make batches twice as fast", partial(speed_up_loader, factor=2.0))
 
 
 def _advise_workers(facts: Facts, wait: LoaderWait) -> Remedy:
     """Advise as many workers as keep up with the step, and no more than the machine has cores for."""
     workers = facts.loader_workers
+    wanted = 2
+    if wait.loading_ms and wait.busy_ms:
+        # loading time over computing time says how many keep up
+        wanted = max(wanted, math.ceil(wait.loading_ms / wait.busy_ms))
     if workers is None:
-        return Remedy("load ahead with more worker processes", ("--num-workers N",))
-    wanted = 2 * workers
-    if workers <= 0:
-        wanted = 2
-        if wait.loading_ms and wait.busy_ms:
-            # loading time over computing time says how many keep up
-            wanted = max(wanted, math.ceil(wait.loading_ms / wait.busy_ms))
+        edit = HALF_PER_BATCH if _has_workers(facts) else _load_with(wanted)
+        return Remedy("load ahead with more worker processes", ("--num-workers N",), edit)
+    if workers > 0:
+        wanted = 2 * workers
     cores = facts.hardware.cpus
     ranks = facts.local_ranks
     most = max(1, cores // ranks) if cores and ranks else wanted
     if workers >= most:
-        return Remedy(f"{LESS_PER_BATCH}; {counted(workers, 'worker')} per rank take all cores already")
-    flag = f"--num-workers {min(wanted, most)}"
+        advice = f"{LESS_PER_BATCH}; {counted(workers, 'worker')} per rank take all cores already"
+        return Remedy(advice, edit=HALF_PER_BATCH)
+    chosen = min(wanted, most)
+    edit = _load_with(chosen)
+    if workers > 0:
+        edit = Edit(edit.change, partial(speed_up_loader, factor=chosen / workers))
+    flag = f"--num-workers {chosen}"
     more = f"; {LESS_PER_BATCH}" if wanted > most else ""
-    return Remedy(f"load ahead with more workers: {flag} (now {workers}){more}", (flag,))
+    return Remedy(f"load ahead with more workers: {flag} (now {workers}){more}", (flag,), edit)
+
+
+def _has_workers(facts: Facts) -> bool:
+    """Whether a trace names a loader with workers of its own, however many they are."""
+    return any(FROM_WORKERS.match(name) for trace in facts.traces for name in trace.names)
+
+
+def _load_with(workers: int) -> Edit:
+    """Build the edit of workers that make the batches of a main thread which makes them itself."""
+    return Edit(f"load with {counted(workers, 'worker')}", partial(use_workers, workers=workers))
 
 
 @rule("too-many-workers", "more loader workers than cores", "ranks", "run")
@@ -263,7 +293,8 @@ def find_unpinned_copies(facts: Facts, one: RankFacts) -> Finding | Observation:
     if not len(rows):
         return _look_at_batch_copies(one)
     exposed_ms = one.exposed_ms(rows)
-    stalled_ms = sum(site.idle_ms for site in one.time.syncs if is_batch_copy(site))
+    stalls = [site for site in one.time.syncs if is_batch_copy(site)]
+    stalled_ms = sum(site.idle_ms for site in stalls)
     cost = exposed_ms + stalled_ms
     num_bytes = one.trace.events.num_bytes[rows]
     mean_bytes = float(num_bytes.clip(min=0).mean())
@@ -273,7 +304,8 @@ def find_unpinned_copies(facts: Facts, one: RankFacts) -> Finding | Observation:
         f"{in_ms(stalled_ms)} idle after the host's wait; {one.of_step(cost)}"
     )
     advice = "pin host memory (DataLoader(pin_memory=True)) and copy with .to(device, non_blocking=True)"
-    found = find_lost_time(one, cost, text, advice, row=rows[0], cheap=True)
+    edit = drop_sites("copy batches without waiting", stalls) if stalls else None
+    found = find_lost_time(one, cost, text, advice, row=rows[0], cheap=True, edit=edit)
     return found if isinstance(found, Finding) else _look_at_batch_copies(one)
 
 

@@ -2,12 +2,16 @@
 
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
 
 from megatron_lite.analysis.findings.base import (
     MAX_SHOWN,
+    Edit,
     Evidence,
     Finding,
     Observation,
@@ -20,9 +24,12 @@ from megatron_lite.analysis.findings.base import (
     saw,
     saw_wrong,
 )
+from megatron_lite.analysis.graph.edits.kernels import limit_kernels
+from megatron_lite.analysis.intervals import Integers, Numbers
 from megatron_lite.analysis.kernels.kernel_results import MATRIX_ROLES, KernelRow, Role, RooflineRow, TensorCores
 from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.run_facts import Facts
+from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.formats.file_names import RUN_FILE
 from megatron_lite.formats.hardware import TILE as USUAL_TILE
 from megatron_lite.formats.hardware import best_multiple, least_multiple, padded, peak_tflops
@@ -192,6 +199,9 @@ def find_fp32_products(facts: Facts, one: RankFacts) -> Finding | Observation:
     precision = "fp16" if "V100" in device else "bf16"
     flag = f"--{precision}"
     gain_ms = _bound_gain(one, ms, precision)
+    edit = None
+    if gain_ms is not None and one.time.on_gpu:
+        edit = _multiply_in(facts, one, precision, rows, kept=1 - gain_ms / taken_ms)
     return Finding(
         cost_ms=ms if gain_ms is None else gain_ms,
         gain_ms=gain_ms,
@@ -199,6 +209,7 @@ def find_fp32_products(facts: Facts, one: RankFacts) -> Finding | Observation:
         advice=f"train in mixed precision: {flag}",
         flags=(flag,),
         rank=one.time.rank,
+        edit=edit,
     )
 
 
@@ -233,6 +244,50 @@ def _bound_gain(one: RankFacts, ms: float, precision: str) -> float | None:
         return None
     flops = sum(row.flops for row in _list_fp32_shapes(one))
     return max(0.0, ms - flops / half / 1e9)
+
+
+def _multiply_in(
+    facts: Facts,
+    one: RankFacts,
+    precision: str,
+    products: Sequence[KernelRow],
+    kept: float,
+) -> Edit | None:
+    """Build the edit of products in 16 bits.
+
+    Args:
+        facts: the run.
+        one: the rank that multiplies.
+        precision: the 16-bit format.
+        products: its kernels in fp32.
+        kept: the share of their time that is left.
+    """
+    names = {product.name for product in products}
+    rows = one.rows_named(names.__contains__, Kind.KERNEL)
+    return _shorten_kernels(facts, one, f"multiply in {precision}", rows, np.full(len(rows), kept))
+
+
+def _shorten_kernels(
+    facts: Facts,
+    one: RankFacts,
+    change: str,
+    rows: Integers,
+    kept: Numbers,
+) -> Edit | None:
+    """Build the edit of kernels that take a part of their time; None where the rank is not in the graph.
+
+    Args:
+        facts: the run.
+        one: the rank that runs them.
+        change: what is done to the program.
+        rows: [k], of the trace.
+        kept: [k], the share of each one's time that is left.
+    """
+    place = facts.find_graph_place(one.time.rank)
+    if place is None:
+        return None
+    least_ns = np.rint(one.trace.lengths_ns(rows) * kept).astype(np.int64)
+    return Edit(change, partial(limit_kernels, rank=place, rows=rows, bound_ns=least_ns))
 
 
 def _list_fp32_shapes(one: RankFacts) -> list[RooflineRow]:
@@ -409,6 +464,9 @@ def find_below_roofline(facts: Facts, one: RankFacts) -> Finding | Observation:
     low.sort(key=lambda part: part.bound_ms - part.row.ms)
     cost = sum(part.row.ms - part.bound_ms for part in low)
     remedies = list(_list_faster_ways([part.row for part in low]))
+    edit = None
+    if one.share(cost) >= MAX_SHARE_ABOVE_FLOOR:
+        edit = _reach_roofline(facts, one, bounded, low)
     return find_lost_time(
         one,
         cost,
@@ -418,6 +476,7 @@ def find_below_roofline(facts: Facts, one: RankFacts) -> Finding | Observation:
         flags=tuple(flag for remedy in remedies for flag in remedy.flags),
         certain=False,
         at_least=MAX_SHARE_ABOVE_FLOOR,
+        edit=edit,
     )
 
 
@@ -428,6 +487,42 @@ class BoundedProduct:
     row: RooflineRow
     bound_ms: float  # per step, by the device's peaks
     efficiency: float  # the bound over what it takes
+
+
+def _reach_roofline(
+    facts: Facts,
+    one: RankFacts,
+    bounded: Sequence[BoundedProduct],
+    low: Sequence[BoundedProduct],
+) -> Edit | None:
+    """Build the edit of slow products that reach the hardware's limit.
+
+    Kernels of one operator and phase share what their slow shapes lose.
+
+    Args:
+        facts: the run.
+        one: the rank that multiplies.
+        bounded: all products whose least time is known.
+        low: those that reach little of the limit.
+    """
+    taken_ms: defaultdict[tuple[str, str], float] = defaultdict(float)
+    lost_ms: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for part in bounded:
+        taken_ms[part.row.operator, part.row.phase] += part.row.ms
+    for part in low:
+        lost_ms[part.row.operator, part.row.phase] += part.row.ms - part.bound_ms
+    rows = one.in_steady_steps(one.trace.rows[Kind.KERNEL])
+    operator = one.placing.operator[rows]
+    rows = rows[operator >= 0]
+    names = one.trace.events.name[one.placing.operator[rows]]
+    phases = ("", *one.placing.phases)
+    phase_of_row = one.placing.phase[rows] + 1
+    kept = np.ones(len(rows))
+    for (name, phase), ms in lost_ms.items():
+        is_of_name = names == one.trace.names.index(name)
+        is_in_phase = phase_of_row == phases.index(phase)
+        kept[is_of_name & is_in_phase] = 1 - ms / taken_ms[name, phase]
+    return _shorten_kernels(facts, one, "bring products to the hardware's limit", rows, kept)
 
 
 def _list_bounded(one: RankFacts) -> Iterator[BoundedProduct]:

@@ -3,10 +3,12 @@
 import math
 import re
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from megatron_lite.analysis.findings.base import (
+    Edit,
     Evidence,
     Finding,
     Observation,
@@ -20,6 +22,10 @@ from megatron_lite.analysis.findings.base import (
     saw_nothing,
 )
 from megatron_lite.analysis.findings.settings import WITHOUT
+from megatron_lite.analysis.graph.edits.change import scale_work
+from megatron_lite.analysis.graph.edits.fusion import fuse_operators
+from megatron_lite.analysis.graph.edits.left_out import leave_out_phases
+from megatron_lite.analysis.graph.graph import ActivityKind, Graph
 from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.run.learning import MIN_UPDATES, find_clip_limit, measure_learning
 from megatron_lite.analysis.run.run_results import Run
@@ -36,6 +42,10 @@ LOOP = "aten::addcdiv_"
 RANGE = "Optimizer.step#"  # PyTorch's own, around step()
 OPTIMIZER_PHASE = re.compile(rf"{Phase.OPTIMIZER_STEP}$|Optimizer\.step#")
 MIN_TENSORS = 4  # parameter tensors whose loop would not be worth a word
+# How often AdamW reads or writes each element: torch's _single_tensor_adamw in mul_, lerp_, mul_, addcmul_, sqrt, div,
+# add_ and addcdiv_; a fused one reads weight, gradient and two moments, and writes all but the gradient.
+SINGLE_PASSES = 21
+FUSED_PASSES = 7
 
 
 @rule("unfused-optimizer", "optimizer that is not fused", "phases", "kernels", "operators", needs="trace")
@@ -63,7 +73,24 @@ def find_unfused_optimizer(facts: Facts, one: RankFacts) -> Finding | Observatio
     text = f"the update is {how}; the optimizer takes {one.of_step(cost)}"
     advice = "a fused optimizer: torch.optim.AdamW(..., fused=True)"
     first = joined[0] if is_foreach else loops[0]
-    return find_lost_time(one, cost, text, advice, row=first, certain=not is_foreach)
+    return find_lost_time(
+        one,
+        cost,
+        text,
+        advice,
+        row=first,
+        certain=not is_foreach,
+        edit=Edit("fuse the optimizer", _fuse_update),
+    )
+
+
+def _fuse_update(graph: Graph) -> Graph:
+    """Let the update call each operator once per step, and read and write its tensors in one pass."""
+    phases = [phase for phase in graph.phases if OPTIMIZER_PHASE.search(phase)]
+    for phase in phases:
+        graph = fuse_operators(graph, phase)
+    moving = graph.find_phase(*phases) & graph.find_kind(ActivityKind.OPERATOR, ActivityKind.KERNEL)
+    return scale_work(graph, moving, FUSED_PASSES / SINGLE_PASSES)
 
 
 def _measure_update(one: RankFacts) -> float:
@@ -101,7 +128,8 @@ def find_zeroed_gradients(facts: Facts, one: RankFacts) -> Finding | Observation
     calls = counted(round(one.per_step(rows)), "call")
     text = f"{calls} per step in zero_grad: {one.of_step(cost)}"
     advice = "free gradients instead of zeroing them: optimizer.zero_grad(set_to_none=True)"
-    return find_lost_time(one, cost, text, advice, row=rows[0], cheap=True)
+    edit = Edit("free gradients instead of zeroing them", partial(leave_out_phases, phases=ZERO_GRAD_PHASES))
+    return find_lost_time(one, cost, text, advice, row=rows[0], cheap=True, edit=edit)
 
 
 MAX_SKIPPED_SHARE = 0.05  # of the steps: dynamic scaling at Megatron's window of 1000 skips one in 500 at most
@@ -298,7 +326,9 @@ def find_log_stalls(facts: Facts) -> Finding | Observation:
     if settings.log_interval:
         advice += f" (now {settings.log_interval})"
     advice = ", ".join([advice, *without])
-    return build_time_finding(measured.cost_ms, [measured.seen], advice, ("--log-interval 100", *without))
+    edit = Edit("log in rare steps", partial(leave_out_phases, phases=(LOG,)))
+    flags = ("--log-interval 100", *without)
+    return build_time_finding(measured.cost_ms, [measured.seen], advice, flags, edit=edit)
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,10 @@ def build_graph(ranks: Sequence[tuple[Trace, Placing]]) -> Graph:
     """Build the graph of the ranks of one run.
 
     Args:
-        ranks: the trace of each rank, and where its events belong.
+        ranks: the trace of each rank, and where its events belong; without any the graph is empty.
     """
+    if not ranks:
+        return _build_empty_graph()
     sizes = [trace.world_size or 0 for trace, _ in ranks]
     world_size = max(sizes, default=0) or None
     calls = []
@@ -73,6 +75,19 @@ def build_graph(ranks: Sequence[tuple[Trace, Placing]]) -> Graph:
         contradicted=ordered.contradicted,
         seen=ordered.seen,
         limits=tuple(limits),
+    )
+
+
+def _build_empty_graph() -> Graph:
+    """Build the graph of no rank, which has neither activities nor steps."""
+    ordered = put_in_order(Parts())
+    return Graph(
+        lanes=(),
+        phases=(),
+        names=(),
+        activities=ordered.activities,
+        edges=ordered.edges,
+        boundaries=(),
     )
 
 

@@ -127,11 +127,18 @@ class Graph:
         found: Flags = np.isin(self.activities.kind, kinds)
         return found
 
-    def find_phase(self, phase: str) -> Flags:
-        """Tell for each activity (bool [n]) whether it is in the phase."""
-        if phase not in self.phases:
-            return np.zeros(len(self.activities), bool)
-        found: Flags = self.activities.phase == self.phases.index(phase)
+    def find_phase(self, *phases: str) -> Flags:
+        """Tell for each activity (bool [n]) whether it is in one of the phases; "" is what is in none."""
+        numbers = [number for number, name in enumerate(self.phases) if name in phases]
+        if "" in phases:
+            numbers.append(-1)
+        found: Flags = np.isin(self.activities.phase, numbers)
+        return found
+
+    def find_name(self, *names: str) -> Flags:
+        """Tell for each activity (bool [n]) whether it is an operator or kernel of one of these names."""
+        numbers = [number for number, name in enumerate(self.names) if name in names]
+        found: Flags = np.isin(self.activities.name, numbers)
         return found
 
     def find_edges(self, *kinds: EdgeKind) -> Integers:

@@ -1,6 +1,6 @@
-"""The order in which edits are worth making: each gain is what the edit saves on top of those before it."""
+"""Gains of edits, alone and in the order in which they are worth making: there each is on top of those before it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_lite.analysis.graph.graph import Graph
@@ -27,7 +27,21 @@ class Gain:
     step_ms: float  # a step after it and those before it
 
 
+@dataclass(frozen=True)
+class OrderedGains:
+    """Gains of edits, each by itself and in their order."""
+
+    before_ms: float  # a step without any edit, as a replay takes it
+    alone_ms: Mapping[str, float]  # by the edit's name; 0 for one that makes no step shorter
+    order: tuple[Gain, ...]
+
+
 def order_gains(graph: Graph, edits: Sequence[NamedEdit]) -> tuple[Gain, ...]:
+    """Order edits; see measure_gains."""
+    return measure_gains(graph, edits).order
+
+
+def measure_gains(graph: Graph, edits: Sequence[NamedEdit]) -> OrderedGains:
     """Order edits: first the one that saves most alone, then the one that saves most on top of it, and so on.
 
     Gains add up to the difference between the step as it is and the last step. An edit that saves nothing more on top
@@ -37,14 +51,18 @@ def order_gains(graph: Graph, edits: Sequence[NamedEdit]) -> tuple[Gain, ...]:
         graph: the measured steps.
         edits: changes to choose from; each is made at most once.
     """
-    before_ms = _replay_ms(graph)
-    least_ms = MIN_SHARE_SAVED * before_ms
-    alone_ms = {edit.name: before_ms - _replay_ms(edit.apply(graph)) for edit in edits}
+    measured_ms = _replay_ms(graph)
+    least_ms = MIN_SHARE_SAVED * measured_ms
+    alone_ms: dict[str, float] = {}
+    order: list[Gain] = []
+    before_ms = measured_ms
     left = list(edits)
-    found = []
     while left:
         changed = [edit.apply(graph) for edit in left]
         steps_ms = [_replay_ms(one) for one in changed]
+        if not order:
+            # nothing is changed yet: this round is each edit alone
+            alone_ms = {edit.name: max(measured_ms - ms, 0.0) for edit, ms in zip(left, steps_ms)}
         best = min(range(len(left)), key=steps_ms.__getitem__)
         gain_ms = before_ms - steps_ms[best]
         if gain_ms <= 0 or gain_ms < least_ms:
@@ -52,8 +70,8 @@ def order_gains(graph: Graph, edits: Sequence[NamedEdit]) -> tuple[Gain, ...]:
         edit = left.pop(best)
         graph = changed[best]
         before_ms = steps_ms[best]
-        found.append(Gain(edit.name, alone_ms[edit.name], gain_ms, before_ms))
-    return tuple(found)
+        order.append(Gain(edit.name, alone_ms[edit.name], gain_ms, before_ms))
+    return OrderedGains(measured_ms, alone_ms, tuple(order))
 
 
 def _replay_ms(graph: Graph) -> float:

@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 
 from megatron_lite.analysis.findings.base import Finding
+from megatron_lite.analysis.findings.rules import MIN_COST_MS
 from megatron_lite.analysis.ranks.rank_results import RankComparison, RankRow, Straggler
 from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.run.hardware import RanksHardware
@@ -46,11 +47,42 @@ def findings_section(report: Report, everything: bool) -> Section | None:
     blocks: list[Block] = []
     for number, finding in enumerate(shown, 1):
         blocks.append(_build_card(number, finding, report, everything))
+    gains = report.gains
+    subtitle = "cost per step or at peak memory"
+    if gains is None:
+        subtitle += "; savings are maximums, do not add them up"
+    elif gains.why_not:
+        why_not = report.facts.in_words(gains.why_not)
+        blocks.append(Lines([f"savings are maximums that do not add up: {why_not}"], quiet=True))
     more = f"and {hidden} more with --all; " if hidden else ""
     note = f"{more}megatron-lite explain CODE describes a finding and its false alarms"
     blocks.append(Lines([note], quiet=True, is_hint=True))
-    subtitle = "cost per step or at peak memory; savings are maximums, do not add them up"
     return Section("findings", "Findings", subtitle, blocks)
+
+
+# --- what to change first: the changes that were replayed, each on top of those before it
+
+MAX_CHANGES = 4  # rows
+
+
+def gains_section(report: Report, everything: bool) -> Section | None:
+    """Build the table of the changes that are worth making, in their order, with the step after each."""
+    gains = report.gains
+    if gains is None or gains.why_not:
+        return None
+    texts = [report.facts.in_words(doubt) for doubt in gains.doubts]
+    if not gains.order:
+        texts.insert(0, "no change that could be replayed makes a step notably shorter by itself")
+        return Section("gains", "What to change first", "", [Lines(texts)])
+    write = partial(milliseconds, largest=gains.step_ms)
+    shown, hidden = limit_rows(gains.order, MAX_CHANGES, everything)
+    rows = [["", "as measured", "", "", "", write(gains.step_ms)]]
+    for number, one in enumerate(shown, 1):
+        change = report.facts.in_words(one.change)
+        rows.append([str(number), change, one.code, write(one.alone_ms), write(one.ms), write(one.step_ms)])
+    table = Table(rows, "rllrrr", ["", "change", "finding", "alone", "saves", "a step"], hidden=hidden)
+    subtitle = "ms per step, by replaying it; each change on top of those before it"
+    return Section("gains", "What to change first", subtitle, [table, Lines(texts, quiet=True)])
 
 
 def _build_card(number: int, finding: Finding, report: Report, everything: bool) -> Card:
@@ -90,9 +122,13 @@ def _describe_advice(finding: Finding) -> str:
     if flags:
         advice += f": {', '.join(flags)}"
     gain = _format_cost(finding.gain_ms, finding.gain_bytes)
-    if gain:
-        advice += f" (saves at most {gain})"
-    return advice
+    if not gain:
+        return advice
+    if finding.gain_is_bound:
+        return f"{advice} (saves at most {gain})"
+    if finding.gain_ms is not None and finding.gain_ms < MIN_COST_MS:
+        return f"{advice} (saves nothing by itself: replayed, the step stays as long)"
+    return f"{advice} (saves {gain} by itself)"
 
 
 def _format_cost(cost_ms: float | None, cost_bytes: int | None, once_ms: float | None = None) -> str:
@@ -431,6 +467,7 @@ SECTIONS = (
     failure_section,
     step_section,
     findings_section,
+    gains_section,
     every_step_section,
     phases_section,
     kernels_section,

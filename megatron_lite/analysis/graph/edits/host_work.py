@@ -1,5 +1,7 @@
 """Work of the host that a thread does beside the steps."""
 
+from collections.abc import Collection
+
 from megatron_lite.analysis.graph.edits.change import measure_most_per_step, raise_floor, set_work
 from megatron_lite.analysis.graph.graph import ActivityKind, Graph
 
@@ -16,5 +18,26 @@ def move_to_thread(graph: Graph, phase: str) -> Graph:
     """
     kinds = (ActivityKind.OPERATOR, ActivityKind.PYTHON, ActivityKind.NAMED)
     moved = graph.find_phase(phase) & graph.find_kind(*kinds)
+    thread_ns = measure_most_per_step(graph, moved)
+    return raise_floor(set_work(graph, moved, 0), thread_ns)
+
+
+def move_stretches_to_thread(
+    graph: Graph,
+    phases: Collection[str],
+    least_ns: float,
+) -> Graph:
+    """Let a thread of its own do what Python does between operators for long, in some phases.
+
+    Operators of these phases, and short stretches between them, stay. As in move_to_thread, the step takes at least
+    what that thread takes.
+
+    Args:
+        graph: the graph.
+        phases: their names; "" for what is in none.
+        least_ns: a stretch of so long is long.
+    """
+    is_long = graph.activities.work_ns >= least_ns
+    moved = graph.find_phase(*phases) & graph.find_kind(ActivityKind.PYTHON) & is_long
     thread_ns = measure_most_per_step(graph, moved)
     return raise_floor(set_work(graph, moved, 0), thread_ns)

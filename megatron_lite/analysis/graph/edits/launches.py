@@ -1,5 +1,7 @@
 """Launches of a phase captured in a graph of the device's (CUDA graph)."""
 
+from collections.abc import Collection
+
 import numpy as np
 
 from megatron_lite.analysis.graph.edits.change import drop_delays, find_firsts, set_work
@@ -34,3 +36,16 @@ def capture_launches(graph: Graph, phase: str) -> Graph:
     graph = set_work(graph, calls, 0)
     graph = set_work(graph, last, min(launch_ns, all_ns))
     return drop_delays(graph, work)
+
+
+def capture_phases(graph: Graph, left_out: Collection[str]) -> Graph:
+    """Let one launch per step start the device work of each phase.
+
+    Args:
+        graph: the graph.
+        left_out: names of phases that stay as they are, as those that no graph of the device's can hold.
+    """
+    for phase in (*graph.phases, ""):
+        if phase not in left_out:
+            graph = capture_launches(graph, phase)
+    return graph

@@ -1,5 +1,7 @@
 """Steps without synchronizations of the host with the device."""
 
+from collections.abc import Collection
+
 import numpy as np
 
 from megatron_lite.analysis.graph.edits.change import drop_delays, drop_edges, set_lags
@@ -29,3 +31,33 @@ def drop_syncs(graph: Graph, resumed: Flags) -> Graph:
     around = orders[goes_on[graph.edges.target[orders]]]
     graph = set_lags(graph, around, 0)
     return drop_edges(drop_delays(graph, goes_on), dropped)
+
+
+def drop_syncs_of(
+    graph: Graph,
+    operators: Collection[str],
+    phases: Collection[str],
+    left_out: Collection[str] = (),
+) -> Graph:
+    """Leave out the synchronizations in operators, and of phases those that lie in no operator.
+
+    Args:
+        graph: the graph.
+        operators: names of the outermost operators.
+        phases: names; "" for what is in none.
+        left_out: names of phases whose synchronizations stay.
+    """
+    resumed = find_resumed(graph) & ~graph.find_phase(*left_out)
+    is_outside = graph.find_phase(*phases) & (graph.activities.name < 0)
+    return drop_syncs(graph, resumed & (graph.find_name(*operators) | is_outside))
+
+
+def drop_syncs_in(graph: Graph, phases: Collection[str]) -> Graph:
+    """Leave out the synchronizations of phases, and what the calls themselves take.
+
+    Args:
+        graph: the graph.
+        phases: their names; "" for what is in none.
+    """
+    resumed = find_resumed(graph)
+    return drop_syncs(graph, resumed & graph.find_phase(*phases))

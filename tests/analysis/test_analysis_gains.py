@@ -1,0 +1,130 @@
+"""Gains of findings by replays: they add up to the new step, and claim nothing where a graph is not that of the steps."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.finding_cases import CASES
+from support.paths import SHARED
+from support.trace_maker import MadeTrace
+
+from megatron_lite.analysis import gains
+from megatron_lite.analysis.analyze import analyze
+from megatron_lite.analysis.gains import describe_next_steps, find_gains
+from megatron_lite.analysis.graph.build import build_graph
+from megatron_lite.analysis.graph.replay import check_replay, replay
+from megatron_lite.analysis.report import Report
+
+PUBLIC = SHARED / "traces" / "v100_resnet50_loader_workers0"
+
+
+def make_loading_and_syncing(steps: int = 6) -> MadeTrace:
+    """Per step of 1,500 us the device waits 500 for the loader and, behind kernels of 600, 200 for a host that has synchronized."""
+    made = MadeTrace()
+    for number in range(steps):
+        at = number * 1500.0
+        made.step(number, at, at + 1495)
+        made.annotation("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", at + 1, at + 500)
+        with made.phase("forward", at + 505, at + 1490):
+            made.op("aten::mm", at + 510, at + 560)
+            made.kernel("sgemm_a", at + 520, at + 1120, at + 515)
+            made.sync(at + 600, at + 1121, operator="aten::item")
+            made.op("aten::mm", at + 1300, at + 1340)
+            made.kernel("sgemm_b", at + 1320, at + 1420, at + 1310)
+    return made
+
+
+def report_on(folder: Path, *ranks: MadeTrace) -> Report:
+    for made in ranks:
+        made.write(folder)
+    return analyze([folder])
+
+
+def check_sums(report: Report) -> None:
+    """What holds of all gains that are claimed."""
+    found = report.gains
+    assert found is not None and found.why_not == ""
+    step_ms = found.step_ms
+    by_code = {finding.code: finding for finding in report.findings}
+    for change in found.order:
+        assert change.ms > 0
+        step_ms -= change.ms
+        assert change.step_ms == pytest.approx(step_ms, rel=1e-9)
+        assert by_code[change.code].gain_ms == pytest.approx(change.alone_ms, rel=1e-9)
+        assert not by_code[change.code].gain_is_bound
+    assert found.order[0].ms == pytest.approx(found.order[0].alone_ms, rel=1e-9)
+    assert all(finding.gain_ms >= 0 for finding in report.findings if not finding.gain_is_bound)
+
+
+def test_gains_add_up_to_the_new_step(tmp_path):
+    report = report_on(tmp_path, make_loading_and_syncing())
+    check_sums(report)
+    assert {change.code for change in report.gains.order} == {"starved-loader", "sync-in-step"}
+    assert report.gains.step_ms == report.facts.critical.time.step_ms
+    # 700 us of kernels, and 300 of the host's own
+    assert report.gains.order[-1].step_ms < 0.95
+
+
+def test_the_next_steps_name_the_order_and_the_step_after_it(tmp_path):
+    report = report_on(tmp_path, make_loading_and_syncing())
+    said = report.verdict.next_steps
+    places = [said.index(change.change) for change in report.gains.order]
+    assert places == sorted(places)
+    assert said == describe_next_steps(report.gains)
+
+
+@pytest.mark.skipif(not PUBLIC.is_dir(), reason="no ../shared/traces beside the repository")
+def test_gains_of_a_public_trace_add_up():
+    """Products in 16 bits save nothing while the device waits for the loader, and something behind it."""
+    report = analyze([PUBLIC])
+    check_sums(report)
+    alone = {change.code: change.alone_ms for change in report.gains.order}
+    assert report.gains.order[0].code == "starved-loader"
+    assert alone["fp32-products"] < 0.05 * report.gains.step_ms
+
+
+def test_a_contradicted_graph_claims_nothing(tmp_path):
+    """Kernels begin before their launches: the clocks of host and device differ."""
+    made = make_loading_and_syncing()
+    for event in made.events:
+        if event["cat"] == "cuda_runtime" and event["name"].startswith("cudaLaunch"):
+            event["ts"] += 40
+    report = report_on(tmp_path, made)
+    assert report.gains is not None and report.gains.why_not
+    assert report.gains.order == () and report.verdict.next_steps == "" and report.gains.confidence == "low"
+    assert all(finding.gain_is_bound for finding in report.findings)
+
+
+def test_too_many_events_claim_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(gains, "MAX_GRAPH_EVENTS", 10)
+    report = report_on(tmp_path, make_loading_and_syncing())
+    assert f"{len(report.facts.critical.trace.events):,}" in report.gains.why_not
+    assert all(finding.gain_is_bound for finding in report.findings)
+
+
+def test_an_inconclusive_report_claims_nothing(tmp_path):
+    report = report_on(tmp_path, make_loading_and_syncing(steps=1))
+    assert report.verdict.bound == "inconclusive"
+    assert report.gains.why_not == report.verdict.why
+
+
+def test_steps_apart_from_those_of_the_report_claim_nothing(tmp_path):
+    report = report_on(tmp_path, make_loading_and_syncing())
+    one = report.facts.critical
+    longer = replace(one, time=replace(one.time, step_ms=2 * one.time.step_ms))
+    facts = replace(report.facts, ranks_seen=(longer,))
+    assert find_gains(facts, report.findings, report.verdict).gains.why_not
+
+
+def test_without_a_change_no_graph_is_built(tmp_path):
+    CASES["exposed-copies"][0](tmp_path)
+    report = analyze([tmp_path])
+    assert report.findings and not any(finding.edit for finding in report.findings)
+    assert report.gains is None
+
+
+def test_a_graph_of_nothing_has_no_steps():
+    graph = build_graph([])
+    assert len(graph.activities) == 0
+    assert replay(graph) is None
+    assert check_replay(graph).why_not
