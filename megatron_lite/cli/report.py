@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from megatron_lite.cli.parser import Parser, write_json, write_text
 from megatron_lite.errors import UserError
-from megatron_lite.formats.file_names import REPORT_FILE, REPORT_PAGE, RUN_FILE
+from megatron_lite.formats.file_names import BUNDLE_ENDINGS, REPORT_FILE, REPORT_PAGE, RUN_FILE
 from megatron_lite.live_line import LiveLine
 from megatron_lite.terminal import print_lines
 
@@ -36,15 +36,19 @@ def _analyze(*groups: list[str]) -> "list[Report]":
     line = LiveLine()
     with tempfile.TemporaryDirectory() as unpacked:
         try:
-            return [analyze([_open_baseline(Path(path), unpacked) for path in paths], line.draw) for paths in groups]
+            return [analyze([_open_packed(Path(path), unpacked) for path in paths], line.draw) for paths in groups]
         finally:
             line.wipe()
 
 
-def _open_baseline(path: Path, folder: str) -> Path:
-    """A run folder of it in `folder`, if it is one."""
+def _open_packed(path: Path, folder: str) -> Path:
+    """A run folder in `folder` of a baseline or a bundle; the path itself where it is neither."""
     from megatron_lite.analysis.run.baseline import unpack_baseline
 
+    if path.name.endswith(BUNDLE_ENDINGS):
+        from megatron_lite.bundle.archive import open_bundle
+
+        return open_bundle(path, Path(tempfile.mkdtemp(dir=folder))) or path
     return unpack_baseline(path, Path(tempfile.mkdtemp(dir=folder))) or path
 
 
@@ -77,6 +81,12 @@ def run(argv: list[str]) -> None:
         metavar="FILE",
         help="write what `compare` needs of the run (a few kB, to commit)",
     )
+    add(
+        "--bundle",
+        metavar="FILE",
+        help="write the report and what it was made from, without names of users, machines and folders and without "
+        "texts, into a .zip or .tar.gz to show to others; what was taken out is printed first",
+    )
     options = parser.parse_args(argv)
     for flag, given in (("--html", options.html), ("--open", options.open)):
         if options.no_html and given:
@@ -85,12 +95,21 @@ def run(argv: list[str]) -> None:
         from megatron_lite.report.perfetto_file import check_name
 
         check_name("--perfetto", Path(options.perfetto))
+    if options.bundle:
+        from megatron_lite.bundle.archive import check_archive_name
+
+        check_archive_name(Path(options.bundle))
     [report] = _analyze(options.paths)
     from megatron_lite.report.terminal import terminal_lines
     from megatron_lite.report.text import get_style
 
     written = _write_files(report, options)
     print_lines([*terminal_lines(report, get_style(sys.stdout), options.all), "", *written])
+    if options.bundle:
+        from megatron_lite.cli.bundle import write_bundle
+
+        for lines in write_bundle(options.paths, report, Path(options.bundle)):
+            print_lines(["", *lines])
 
 
 def _write_files(report: "Report", options: argparse.Namespace) -> list[str]:

@@ -12,3 +12,5 @@ FLIGHT_RECORDINGS = "flight/rank-"
 STACKS = "stacks/rank-"
 REPORT_PAGE = "report.html"
 REPORT_FILE = "report.json"
+# of a report with what it was made from
+BUNDLE_ENDINGS = (".zip", ".tar.gz", ".tgz")

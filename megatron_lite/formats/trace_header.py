@@ -10,6 +10,8 @@ from megatron_lite.formats.step_records import Number, Ordinal, Positive
 CORES_IN_TRACE = "megatron_lite_cores"  # key of the header
 # key of a HardwareFigures: samples since the process began, of a rank of a watched script that writes no lines
 HARDWARE_IN_TRACE = "megatron_lite_hardware"
+# key of a KeptDamage: of a trace in a bundle, which was made of a damaged one
+KEPT_DAMAGE = "megatron_lite_damage"
 
 
 class RecordedCores(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -25,3 +27,12 @@ class RecordedCores(msgspec.Struct, kw_only=True, omit_defaults=True):
     core_wait_ms: Number | None = None
     # how often something else took a thread of the process off its core
     involuntary_switches: Number | None = None
+
+
+class KeptDamage(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What was wrong with the trace that one in a bundle was made of."""
+
+    # "the JSON breaks off after byte 1,000; what precedes it was read"; "" where only the end is missing
+    text: str = ""
+    # the end of its events was missing
+    cut: bool = False

@@ -49,7 +49,7 @@ LEVELS = [  # bottom up: what stands together does not know each other
     {"data", "parallel", "optim", "checkpoint"},
     {"instruments"},
     {"train", "analysis", "convert"},
-    {"report", "walk", "observers", "replay", "generate", "watch", "script_record", "tune"},
+    {"report", "bundle", "walk", "observers", "replay", "generate", "watch", "script_record", "tune"},
     {"app", "cli", "run_planner", "notebook", "rehearsal"},
     {"__main__", "script_walk", "mcp_server"},
 ]

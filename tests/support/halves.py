@@ -27,7 +27,7 @@ HALVES = {
         "script_walk",
     },  # have the explainer read snapshots of walks: of a plan, of scripts of others
     "explainer": {"analysis"},
-    "renderers": {"report"},
+    "renderers": {"report", "bundle"},  # for people, and for strangers
     "tuner": {"tune"},
     "entry": {"__main__", "run_planner"},  # hands the planner to the trainer, and words to commands
     "commands": {"cli", "notebook", "mcp_server"},

@@ -256,7 +256,7 @@ class StepLines:
                 if not text.endswith(b"\n"):
                     self.cut = True
                     break
-                line = _read_damaged(text)
+                line = read_damaged_line(text)
             if isinstance(line, StepRecord):
                 begins = line.step <= cursor.last_step
                 if begins or line.local:
@@ -498,7 +498,7 @@ def _build_phase_tables(lines: list[dict[str, RankNumbers]], ranks: int) -> dict
     return tables
 
 
-def _read_damaged(text: bytes) -> StepRecord | Ranks | None:
+def read_damaged_line(text: bytes) -> StepRecord | Ranks | None:
     """The record of what in a line has the right type; None if that is too little, and of what is no JSON."""
     with suppress(ValueError, RecursionError):
         found = json.loads(text)

@@ -53,7 +53,7 @@ from megatron_lite.analysis.trace.perfetto import PacketChunks
 from megatron_lite.analysis.trace.perfetto_packets import is_perfetto
 from megatron_lite.formats.hardware_record import HardwareFigures
 from megatron_lite.formats.run_record import MAX_RANKS
-from megatron_lite.formats.trace_header import CORES_IN_TRACE, HARDWARE_IN_TRACE
+from megatron_lite.formats.trace_header import CORES_IN_TRACE, HARDWARE_IN_TRACE, KEPT_DAMAGE, KeptDamage
 from megatron_lite.units import significant
 
 # an operator's output_mask among its "Concrete Inputs": "[False, True, False]"
@@ -421,6 +421,14 @@ def _read_hardware(written: object) -> HardwareFigures | None:
         return None
 
 
+def read_kept_damage(header: dict[str, Any]) -> KeptDamage:
+    """Read what was wrong with the trace that one in a bundle was made of; nothing for other traces."""
+    try:
+        return msgspec.convert(header.get(KEPT_DAMAGE, {}), KeptDamage)
+    except msgspec.ValidationError:
+        return KeptDamage()
+
+
 def _list_dicts(value: object) -> list[dict[str, Any]]:
     """The dictionaries in a list; none for what is no list."""
     if not isinstance(value, list):
@@ -517,8 +525,10 @@ def read_kineto(
         report(chunks.bytes_read)
     notes: list[str] = []
     damage: list[str] = []
-    if chunks.damage:
-        damage.append(f"{path.name}: {chunks.damage}")
+    kept = read_kept_damage(chunks.header)
+    for text in (chunks.damage, kept.text):
+        if text:
+            damage.append(f"{path.name}: {text}")
     alone = collected.pair_halves()
     if alone:
         notes.append(f"beginnings or ends of spans without a counterpart: {alone:,}, left out")
@@ -605,7 +615,7 @@ def _build_trace(
         notes=tuple(dict.fromkeys((*damage, *notes, *mended))),
         damage=tuple(damage),
         diagnostics=diagnostics,
-        cut=chunks.cut or collected.until_ns is not None,
+        cut=chunks.cut or read_kept_damage(chunks.header).cut or collected.until_ns is not None,
         unread=placed.unread,
         **facts,
     )

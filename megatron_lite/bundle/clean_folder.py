@@ -1,0 +1,89 @@
+"""Makes a folder of a run that holds what a report reads, and nothing that may not be shown."""
+
+import getpass
+import os
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_lite.analysis.discover import SourceFile, discover_sources, look_at
+from megatron_lite.analysis.trace.columns import TraceError
+from megatron_lite.bundle.clean_run import clean_run, find_names
+from megatron_lite.bundle.clean_snapshot import clean_snapshot
+from megatron_lite.bundle.clean_trace import clean_trace
+from megatron_lite.bundle.names import Names, Secret
+from megatron_lite.errors import UserError
+
+# the profiler's window, in names of files: all files of a bundle are of one
+_WINDOW = 10**18
+
+
+@dataclass
+class CleanFolder:
+    """What was made of a run."""
+
+    folder: Path
+    names: Names
+    # what the run has and the bundle has not, with the reason
+    left_out: list[str] = field(default_factory=list)
+
+
+def clean_folder(paths: Sequence[Path], folder: Path) -> CleanFolder:
+    """Write what a report on `paths` reads into `folder`, without what may not be shown.
+
+    Args:
+        paths: Traces, snapshots and run folders of one run, or folders that hold them.
+        folder: An empty folder.
+
+    Raises:
+        UserError: Nothing under `paths` can be read.
+    """
+    sources = discover_sources(paths)
+    made = CleanFolder(folder, Names())
+    _hide_this_machine(made.names)
+    for run_folder in sources.run_folders:
+        find_names(run_folder, made.names)
+        clean_run(run_folder, folder, made.names)
+    unranked = 0
+    for path in sources.traces:
+        file = look_at(path, named=True)
+        unranked += file.rank is None
+        _add_trace(file, unranked, made)
+    for number, path in enumerate(sources.snapshots, start=1):
+        _add_snapshot(look_at(path, named=True), number, made)
+    return made
+
+
+def _hide_this_machine(names: Names) -> None:
+    """Note who and what this is: the bundle is mostly made where the run was, by who started it."""
+    names.hide(Secret.HOST, socket.gethostname())
+    names.hide(Secret.HOST, socket.gethostname().partition(".")[0])
+    with suppress(KeyError, OSError):
+        names.hide(Secret.USER, getpass.getuser())
+    names.hide(Secret.USER, Path(os.path.expanduser("~")).name)
+
+
+def _add_trace(file: SourceFile, number: int, made: CleanFolder) -> None:
+    if file.what == "nsys":
+        made.left_out.append(f"{file.path.name}: exports of Nsight Systems are not taken into bundles")
+        return
+    name = f"trace-{number}" if file.rank is None else f"rank-{file.rank}"
+    made.names.enter(f"trace of rank {file.rank}" if file.rank is not None else f"trace {number}")
+    target = made.folder / f"{name}.{_WINDOW}.pt.trace.json.gz"
+    try:
+        clean_trace(file.path, target, made.names)
+    except TraceError:
+        target.unlink(missing_ok=True)
+        made.left_out.append(f"{name}: a trace that cannot be read")
+
+
+def _add_snapshot(file: SourceFile, number: int, made: CleanFolder) -> None:
+    name = f"snapshot-{number}" if file.rank is None else f"snapshot-rank-{file.rank}"
+    made.names.enter(f"snapshot of rank {file.rank}" if file.rank is not None else f"snapshot {number}")
+    target = made.folder / f"{name}.{_WINDOW}.pickle"
+    try:
+        clean_snapshot(file.path, target, made.names)
+    except UserError:
+        made.left_out.append(f"{name}: a memory snapshot that cannot be read")

@@ -1,0 +1,315 @@
+"""Takes out of texts what may name people, machines, projects or data, and puts the same name in its place everywhere.
+
+A text stays only as far as it is known: by its words (known_words.py), its form, or the place that it stands in.
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from pathlib import PurePosixPath
+
+from megatron_lite.bundle.known_words import RUN, is_known
+
+
+class Secret(Enum):
+    """What was taken out; the values are the names that stand in its place, with a number behind."""
+
+    HOST = "host"
+    USER = "user"
+    PATH = "path"
+    WORD = "word"
+    LABEL = "label"
+    TEXT = "text"
+    ADDRESS = "address"
+    EMAIL = "email"
+    URL = "url"
+    ID = "id"
+
+
+MEANINGS = {
+    Secret.HOST: "names of machines",
+    Secret.USER: "names of users",
+    Secret.PATH: "folders",
+    Secret.WORD: "unknown words in names of operators, kernels, functions, files and flags",
+    Secret.LABEL: "labels of ranges that are not of a known form",
+    Secret.TEXT: "texts",
+    Secret.ADDRESS: "network addresses",
+    Secret.EMAIL: "e-mail addresses",
+    Secret.URL: "links",
+    Secret.ID: "long numbers and ids",
+}
+
+MAX_LETTERS_OF_NAME = 2000  # the longest names of kernels have 1,500
+MAX_LABEL_LETTERS = 120
+MAX_LABEL_WORDS = 6
+# of what is looked for in texts, as it is the name of a user or a machine
+MIN_SECRET_LETTERS = 3
+
+_EMAIL = re.compile(r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+")
+_URL = re.compile(r"\b\w+://[^\s\"'<>]+")
+_IPV4 = re.compile(r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?![\w.])")
+_IPV6 = re.compile(r"(?<![\w:.])(?=[0-9a-fA-F:]*\d)(?:[0-9a-fA-F]{0,4}:){3,7}[0-9a-fA-F]{0,4}(?![\w:])")
+_PATH = re.compile(
+    r"(?<![\w./\\<>-])(?:~[\w.-]*|[A-Za-z]:|\.{1,2})?[/\\](?:[^\s/\\:;,()'\"<>|]+[/\\])+[^\s/\\:;,()'\"<>|]*"
+)
+# "train.py(12): step" of the profiler, "step (train.py:12)" of this package
+_FRAME = re.compile(r"(?P<path>[^()<>]*\.pyx?)(?P<line>\(\d+\): )(?P<function>.*)", re.DOTALL)
+_OWN_FRAME = re.compile(r"(?P<function>[^()]*) \((?P<path>[^()]*?)(?P<line>:\d+)?\)")
+_SLASHES = re.compile(r"[/\\]+")
+_INSTALLED = ("site-packages", "dist-packages")
+_OWN_LIBRARY = re.compile(r"python3(?:\.\d+)?")
+# packages of others: files of theirs tell what a frame does, wherever they lie
+PACKAGES = frozenset(
+    {
+        "accelerate",
+        "apex",
+        "cupy",
+        "datasets",
+        "deep_gemm",
+        "deepspeed",
+        "diffusers",
+        "fairscale",
+        "fairseq",
+        "flash_attn",
+        "flashinfer",
+        "fsdp",
+        "functorch",
+        "jax",
+        "lightning",
+        "lightning_fabric",
+        "lightning_utilities",
+        "litdata",
+        "lmdeploy",
+        "megatron",
+        "megatron_fsdp",
+        "megatron_lite",
+        "mlflow",
+        "multiprocessing",
+        "numba",
+        "numpy",
+        "nvidia",
+        "peft",
+        "pytorch_lightning",
+        "ray",
+        "sglang",
+        "streaming",
+        "tensorboard",
+        "tensorflow",
+        "text_generation_server",
+        "timm",
+        "tokenizers",
+        "torch",
+        "torch_geometric",
+        "torch_npu",
+        "torchao",
+        "torchaudio",
+        "torchdata",
+        "torchmetrics",
+        "torchrec",
+        "torchtitan",
+        "torchvision",
+        "tqdm",
+        "transformer_engine",
+        "transformers",
+        "triton",
+        "trl",
+        "vllm",
+        "wandb",
+        "webdataset",
+        "xformers",
+    }
+)
+
+
+@dataclass
+class Names:
+    """The names that stand in the place of others, and how many there are of each kind, by where they stood."""
+
+    where: str = ""
+    # kind and where -> distinct texts
+    taken: dict[tuple[Secret, str], set[str]] = field(default_factory=lambda: defaultdict(set))
+    # what was left out as a whole, by what and where -> how many
+    dropped: Counter[tuple[str, str]] = field(default_factory=Counter)
+    _numbers: dict[Secret, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
+    _secrets: list[tuple[re.Pattern[str], Secret]] = field(default_factory=list)
+    _cache: dict[tuple[str, str], str] = field(default_factory=dict)
+
+    def enter(self, where: str) -> None:
+        """Begin with another file, which `where` names."""
+        self.where = where
+        self._cache.clear()
+
+    def drop(self, what: str, number: int = 1) -> None:
+        """Count what is left out as a whole."""
+        if number:
+            self.dropped[what, self.where] += number
+
+    def hide(self, kind: Secret, text: str | None) -> None:
+        """From now on, replace this text wherever it stands: a machine's or a user's name."""
+        if not text or len(text) < MIN_SECRET_LETTERS or (RUN.fullmatch(text) and is_known(text)):
+            return
+        pattern = rf"(?<![A-Za-z0-9]){re.escape(text)}(?![A-Za-z0-9])"
+        self._secrets.append((re.compile(pattern, re.IGNORECASE), kind))
+        self._secrets.sort(key=lambda secret: -len(secret[0].pattern))
+        self._cache.clear()
+
+    # --- the same name for the same text
+
+    def replace(self, kind: Secret, text: str) -> str:
+        """The name that stands for a text: host-2, wordC. Words have a letter, so that names end as they did."""
+        numbers = self._numbers[kind]
+        number = numbers.setdefault(text, len(numbers) + 1)
+        self.taken[kind, self.where].add(text)
+        return f"word{_to_letters(number)}" if kind is Secret.WORD else f"{kind.value}-{number}"
+
+    def _cached(self, rule: str, text: str, clean: Callable[[str], str]) -> str:
+        key = (rule, text)
+        known = self._cache.get(key)
+        if known is None:
+            known = self._cache[key] = clean(text)
+        return known
+
+    def clean_host(self, text: str) -> str:
+        """A machine's name."""
+        return self.replace(Secret.HOST, text) if text else ""
+
+    def clean_text(self, text: str) -> str:
+        """A text that nobody knows."""
+        return self.replace(Secret.TEXT, text) if text else ""
+
+    # --- names of operators, kernels, functions
+
+    def clean_name(self, text: str) -> str:
+        """A name, of which known words stay."""
+        return self._cached("name", text, self._clean_name)
+
+    def _clean_name(self, text: str) -> str:
+        if len(text) > MAX_LETTERS_OF_NAME:
+            text = text[:MAX_LETTERS_OF_NAME]
+            self.drop("ends of names of more than 2,000 letters")
+        frame = _FRAME.fullmatch(text)
+        if frame:
+            return f"{self.clean_path(frame['path'])}{frame['line']}{self._clean_words(frame['function'])}"
+        return self._clean_words(text)
+
+    def _clean_words(self, text: str) -> str:
+        for pattern, kind in self._secrets:
+            text = pattern.sub(self.replace(kind, pattern.pattern) if pattern.search(text) else "", text)
+        for kind, pattern in _FORMS:
+            text = pattern.sub(partial(self._replace_found, kind), text)
+        text = _PATH.sub(lambda found: self._clean_path(found[0]), text)
+        text = RUN.sub(self._clean_run, text)
+        return "".join(letter if letter.isascii() and letter.isprintable() else "?" for letter in text)
+
+    def _replace_found(self, kind: Secret, found: re.Match[str]) -> str:
+        return self.replace(kind, found[0])
+
+    def _clean_run(self, found: re.Match[str]) -> str:
+        run = found[0]
+        if is_known(run):
+            return run
+        return self.replace(Secret.ID if run.isdigit() else Secret.WORD, run)
+
+    # --- labels that a program gives its ranges
+
+    def clean_label(self, text: str) -> str:
+        """A label, which stays if it is short and all its words are known."""
+        return self._cached("label", text, self._clean_label)
+
+    def _clean_label(self, text: str) -> str:
+        if self._is_known_label(text):
+            return text
+        return self.replace(Secret.LABEL, text)
+
+    def _is_known_label(self, text: str) -> bool:
+        if len(text) > MAX_LABEL_LETTERS or not text.isascii() or not text.isprintable():
+            return False
+        runs = RUN.findall(text)
+        has_form = any(pattern.search(text) for _, pattern in _FORMS) or _PATH.search(text)
+        has_secret = any(pattern.search(text) for pattern, _ in self._secrets)
+        if has_form or has_secret:
+            return False
+        words = [run for run in runs if not run.isdigit()]
+        return len(words) <= MAX_LABEL_WORDS and all(map(is_known, runs))
+
+    # --- files
+
+    def clean_path(self, text: str) -> str:
+        """A file's path: what lies in installed packages stays, elsewhere a number stands for the folder."""
+        return self._cached("path", text, self._clean_path)
+
+    def _clean_path(self, text: str) -> str:
+        parts = [part for part in _SLASHES.split(text) if part]
+        if not parts or text.startswith("<"):
+            return self._clean_words(text)
+        start = _find_package(parts)
+        if start is None:
+            *folders, name = parts
+            kept = [name]
+        else:
+            folders = parts[:start]
+            kept = parts[start:]
+        cleaned = [self._clean_words(part) for part in kept]
+        is_root = start is not None and kept[0] in (*_INSTALLED, "lib")
+        if folders and not is_root:
+            cleaned.insert(0, self.replace(Secret.PATH, "/".join(folders)))
+        elif folders:
+            self.taken[Secret.PATH, self.where].add("/".join(folders))
+        # what is a library's file is told by the beginning of its path
+        is_absolute = text.startswith(("/", "~", "\\")) or text[1:2] == ":"
+        return ("/" if is_absolute else "") + "/".join(cleaned)
+
+    def clean_frame(self, text: str) -> str:
+        """A call of a stack, "function (file.py:12)"."""
+        found = _OWN_FRAME.fullmatch(text)
+        if found is None:
+            return self.clean_name(text)
+        function = self._clean_words(found["function"])
+        return f"{function} ({self.clean_path(found['path'])}{found['line'] or ''})"
+
+    def clean_command(self, words: list[str]) -> list[str]:
+        """A command line: names of flags, numbers, programs and files stay as far as they are known."""
+        return [self._clean_word_of_command(word) for word in words]
+
+    def _clean_word_of_command(self, word: str) -> str:
+        flag, equals, value = word.partition("=")
+        if flag.startswith("-"):
+            flag = self._clean_words(flag)
+            return f"{flag}{equals}{self._clean_word_of_command(value)}" if equals else flag
+        if PurePosixPath(word).suffix in (".py", ".sh") or "/" in word:
+            return self.clean_path(word)
+        return word if self._is_known_label(word) else self.clean_text(word)
+
+
+_FORMS = (
+    (Secret.URL, _URL),
+    (Secret.EMAIL, _EMAIL),
+    (Secret.ADDRESS, _IPV4),
+    (Secret.ADDRESS, _IPV6),
+)
+
+
+def _find_package(parts: list[str]) -> int | None:
+    """The first part that lies in an installed package, or in Python's own library; None for a file of a program."""
+    for number in reversed(range(len(parts) - 1)):
+        if parts[number] in _INSTALLED:
+            return number
+    for number in range(len(parts) - 1):
+        if parts[number] == "lib" and _OWN_LIBRARY.fullmatch(parts[number + 1]):
+            return number
+    for number in range(len(parts) - 1):
+        if parts[number] in PACKAGES:
+            return number
+    return None
+
+
+def _to_letters(number: int) -> str:
+    """A, B, ..., Z, AA, AB, ... for 1, 2, ..."""
+    letters = ""
+    while number:
+        number, at = divmod(number - 1, 26)
+        letters = chr(ord("A") + at) + letters
+    return letters

@@ -1,0 +1,102 @@
+"""What stays of a text, and what stands in the place of the rest."""
+
+import pytest
+
+from megatron_lite.bundle.known_words import is_known, read_known_words
+from megatron_lite.bundle.names import Names, Secret
+
+KEPT = (
+    "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, std::array<char*, 3ul> >",
+    "ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_stages_64x3_tn",
+    "Memcpy HtoD (Pageable -> Device)",
+    "autograd::engine::evaluate_function: MulBackward0",
+    "torch/nn/modules/linear.py(125): forward",
+    "<built-in method run_backward of torch._C._EngineBase object at 0x7f12ab>",
+    "cudaLaunchKernel",
+)
+# a name and the part of it that must not stay
+TAKEN = (
+    ("acmecorp_fused_gemm_kernel", "acmecorp"),
+    ("acmecorp::secretop", "acmecorp"),
+    ("nn.Module: AcmecorpBlock_0", "Acmecorp"),
+    ("/home/zaphod/projects/moonshot/train.py(12): main", "zaphod"),
+    ("/home/zaphod/projects/moonshot/train.py(12): main", "moonshot"),
+    ("moonshot/model.py(3): forward", "moonshot"),
+    ("wait for zaphod@example.com", "zaphod"),
+    ("connect to 10.11.12.13", "10.11.12.13"),
+    ("connect to fe80:0:0:0:1:2:3:4", "fe80"),
+    ("sk-a1b2c3d4e5f6a7b8c9d0", "a1b2c3d4"),
+    ("call 123456789012", "123456789012"),
+    ("größenordnung", "größ"),
+    ("https://tracker.example.com/run/17", "tracker"),
+    ("gemm \u0437\u0430\u044f\u0446", "\u0437\u0430"),
+)
+
+
+@pytest.mark.parametrize("text", KEPT)
+def test_a_name_of_public_software_stays(text):
+    assert Names().clean_name(text) == text
+
+
+@pytest.mark.parametrize(("text", "secret"), TAKEN)
+def test_an_unknown_part_of_a_name_goes(text, secret):
+    for clean in (Names.clean_name, Names.clean_label, Names.clean_path, Names.clean_frame):
+        assert secret not in clean(Names(), text)
+
+
+def test_the_same_name_has_the_same_substitute_in_all_files():
+    names = Names()
+    names.enter("run.json")
+    first = names.clean_path("/home/zaphod/moonshot/train.py")
+    names.enter("trace of rank 0")
+    assert names.clean_name("/home/zaphod/moonshot/train.py(12): main") == f"{first}(12): main"
+    assert names.clean_path("/home/zaphod/other/train.py") != first
+
+
+def test_different_names_have_different_substitutes():
+    names = Names()
+    texts = [f"name{letter}quux" for letter in "abcdefghijklmnopqrstuvwxyz"] + ["zaphodquux", "quuxzaphod"]
+    assert len({names.clean_name(text) for text in texts}) == len(texts)
+
+
+def test_files_of_packages_keep_their_place_wherever_they_are_installed():
+    names = Names()
+    assert names.clean_path("/home/zaphod/venv/lib/python3.11/site-packages/torch/optim/adamw.py") == (
+        "/site-packages/torch/optim/adamw.py"
+    )
+    assert names.clean_path("/home/zaphod/Megatron-LM/megatron/core/optimizer/optimizer.py") == (
+        "/path-1/megatron/core/optimizer/optimizer.py"
+    )
+
+
+def test_what_is_hidden_is_found_in_known_words():
+    names = Names()
+    names.hide(Secret.HOST, "gpu-node-17")
+    assert names.clean_label("gpu-node-17") == "label-1"
+    assert "gpu-node-17" not in names.clean_name("forward gpu-node-17")
+
+
+@pytest.mark.parametrize(
+    "label", ["forward", "ProfilerStep#12", "data loading", "enumerate(DataLoader)#_Iter.__next__"]
+)
+def test_a_short_label_of_known_words_stays(label):
+    assert Names().clean_label(label) == label
+
+
+@pytest.mark.parametrize("label", ["loading zaphod", "the one who said what the other who said", "a\x1b[31m"])
+def test_any_other_label_is_replaced(label):
+    assert Names().clean_label(label) == "label-1"
+
+
+def test_a_command_keeps_its_known_flags_and_numbers():
+    words = ["python", "/home/zaphod/train.py", "--lr", "1e-3", "--wandb-api-key=a1b2c3d4e5f6a7b8", "--zaphod", "quux"]
+    cleaned = Names().clean_command(words)
+    assert cleaned[:4] == ["python", "/path-1/train.py", "--lr", "1e-3"]
+    assert not any(secret in " ".join(cleaned) for secret in ("zaphod", "quux", "a1b2c3"))
+
+
+def test_the_list_of_words_has_no_names_of_people():
+    # as far as they are no words of software
+    common = {"alice", "bob", "carol", "dave", "maria", "anna", "hans", "peter", "john", "michael", "thomas", "chen"}
+    assert not common & read_known_words()
+    assert is_known("gemm")

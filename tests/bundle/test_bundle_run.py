@@ -1,0 +1,165 @@
+"""A bundle tells the same of a run, and nothing of who made it."""
+
+import json
+import zipfile
+
+import pytest
+from support.bundle_check import find_secrets, make_bundle, unzip
+from support.run_maker import PLAN, RECORD, folder, ranks, step
+from support.trace_maker import MadeTrace, gpu_run
+
+from megatron_lite.analysis.analyze import analyze
+from megatron_lite.bundle.archive import open_bundle
+from megatron_lite.cli.bundle import find_differences
+from megatron_lite.cli.report import run
+from megatron_lite.errors import UserError
+
+SECRETS = ["zaphod", "heartofgold", "10.11.12.13", "moonshot", "sk-a1b2c3d4e5f6", "whispered", "magrathea"]
+
+
+def make_run(path):
+    """A run folder with a trace, and secrets in many of its fields."""
+    plan = PLAN | {
+        "settings": {"tensorboard_dir": "/home/zaphod/moonshot/tb", "micro_batch_size": 2},
+        "args": {"training": {"micro_batch_size": 2}, "data": {"data_path": ["/data/magrathea/corpus"]}},
+    }
+    record = RECORD | {
+        "plan": plan,
+        "process": {"host": "heartofgold", "pids": "pid:[17]", "pid": 3, "started_ticks": 1},
+        "command": ["python", "/home/zaphod/train.py", "--key", "sk-a1b2c3d4e5f6", "--address=10.11.12.13"],
+        "environment": {"WANDB_API_KEY": "sk-a1b2c3d4e5f6", "OMP_NUM_THREADS": "4"},
+        "artefacts": {"tensorboard": "/home/zaphod/moonshot/tb"},
+        "magrathea": "whispered",
+        "status": "failed: ValueError: he whispered of magrathea",
+    }
+    steps = [step(number, phases_ms={"forward": 5.0, "magrathea": 1.0}, zaphod="moonshot") for number in range(1, 9)]
+    folder(path, [*steps, ranks(1, 8, [10.0, 11.0])], record)
+    made = gpu_run()
+    made.header |= {"host_name": "heartofgold", "trace_id": "ABC", "magrathea": {"whispered": "zaphod"}}
+    made.add("python_function", "/home/zaphod/moonshot/train.py(12): whispered", 0, 10)
+    made.annotation("he whispered to zaphod@heartofgold.org", 20, 30)
+    made.op("magrathea::op", 40, 50, dims=[[2, 3]], values=["whispered", "10.11.12.13"])
+    made.write(path).rename(path / "heartofgold_rank0.1700000000000000000.pt.trace.json")
+    return path
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    place = tmp_path_factory.mktemp("bundle")
+    return make_bundle([make_run(place / "zaphod")], place / "made")
+
+
+def test_no_secret_stands_in_any_file(bundle):
+    folder, _ = bundle
+    assert find_secrets(folder, SECRETS) == []
+
+
+def test_what_was_taken_out_is_listed_without_its_contents(bundle):
+    folder, lines = bundle
+    assert (folder / "taken_out.txt").read_text().splitlines() == lines
+    assert any({"run.json", "trace"} <= set(line.replace("(", " ").split()) for line in lines)
+    assert not any(secret in line for secret in SECRETS for line in lines)
+
+
+def test_what_is_no_secret_stays(bundle):
+    folder, _ = bundle
+    record = json.loads((folder / "run.json").read_text())
+    assert record["plan"]["args"]["training"] == {"micro_batch_size": 2}
+    assert record["environment"]["OMP_NUM_THREADS"] == "4"
+    assert record["status"].startswith("failed: ValueError")
+
+
+def test_the_archive_is_read_as_the_run_is(tmp_path, capsys):
+    place = make_run(tmp_path / "run-1")
+    run([str(place), "--no-html", "--bundle", str(tmp_path / "it.zip")])
+    printed = capsys.readouterr().out
+    assert printed.index("taken_out" if "taken_out" in printed else "host") < printed.index("it.zip")
+    opened = tmp_path / "opened"
+    opened.mkdir()
+    unpacked = open_bundle(tmp_path / "it.zip", opened)
+    assert list(find_differences(analyze([place]), analyze([unpacked]))) == []
+    assert list(find_differences(analyze([place]), analyze([unzip(tmp_path / "it.zip", tmp_path / "by hand")]))) == []
+    run([str(tmp_path / "it.zip"), "--no-html"])
+    assert capsys.readouterr().out
+
+
+def test_a_tar_is_read_too_and_names_no_owner(tmp_path):
+    import tarfile
+
+    place = make_run(tmp_path / "run-1")
+    run([str(place), "--no-html", "--bundle", str(tmp_path / "it.tar.gz")])
+    with tarfile.open(tmp_path / "it.tar.gz") as archive:
+        assert {entry.uname for entry in archive} == {""}
+    opened = tmp_path / "opened"
+    opened.mkdir()
+    assert (open_bundle(tmp_path / "it.tar.gz", opened) / "run.json").is_file()
+
+
+def test_a_name_that_tells_no_kind_of_archive_is_refused_before_anything_is_read(tmp_path):
+    with pytest.raises(UserError, match="--bundle it.rar"):
+        run([str(tmp_path / "nowhere"), "--bundle", "it.rar"])
+
+
+def test_a_file_is_written_anew_as_other_outputs_are(tmp_path):
+    place = make_run(tmp_path / "run-1")
+    target = tmp_path / "it.zip"
+    target.write_text("before")
+    run([str(place), "--no-html", "--bundle", str(target)])
+    assert zipfile.is_zipfile(target)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_what_cannot_be_written_is_one_line(tmp_path):
+    place = make_run(tmp_path / "run-1")
+    with pytest.raises(UserError, match="--bundle"):
+        run([str(place), "--no-html", "--bundle", str(tmp_path / "nowhere" / "it.zip")])
+
+
+def test_an_archive_writes_nowhere_else(tmp_path):
+    path = tmp_path / "evil.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in (
+            "run/taken_out.txt",
+            "run/../up.txt",
+            "../up.txt",
+            "/tmp/up.txt",
+            "run/deep/up.txt",
+            "run/..",
+            "up",
+        ):
+            archive.writestr(name, "x")
+    opened = tmp_path / "opened"
+    opened.mkdir()
+    unpacked = open_bundle(path, opened)
+    assert [file.name for file in unpacked.iterdir()] == ["taken_out.txt"]
+    assert {file.name for file in tmp_path.iterdir()} == {"evil.zip", "opened"}
+
+
+def test_an_archive_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch):
+    from megatron_lite.bundle import archive as module
+
+    monkeypatch.setattr(module, "MAX_BUNDLE_BYTES", 1000)
+    path = tmp_path / "bomb.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("run/taken_out.txt", "0" * 100_000)
+    opened = tmp_path / "opened"
+    opened.mkdir()
+    with pytest.raises(UserError):
+        open_bundle(path, opened)
+
+
+def test_another_archive_is_no_bundle(tmp_path):
+    path = tmp_path / "other.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("run/data.txt", "x")
+    opened = tmp_path / "opened"
+    opened.mkdir()
+    assert open_bundle(path, opened) is None
+
+
+def test_ranks_without_a_number_stay_apart(tmp_path):
+    made = MadeTrace(rank=None)
+    made.step(1, 0, 100)
+    made.op("aten::mm", 10, 20)
+    made.write(tmp_path)
+    make_bundle([tmp_path], tmp_path / "made")
