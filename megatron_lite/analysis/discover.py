@@ -23,6 +23,8 @@ from megatron_lite.analysis.trace.foreign import (
     describe_foreign,
     describe_foreign_packets,
     is_of_torch,
+    is_own_timeline,
+    name_foreign_file,
 )
 from megatron_lite.analysis.trace.kineto import rank_in_name
 from megatron_lite.analysis.trace.perfetto_packets import PERFETTO_ENDINGS, is_perfetto
@@ -51,6 +53,7 @@ CANDIDATES = (
     *PERFETTO_ENDINGS,
     ".pickle",
     ".pkl",
+    ".ncu-rep",
     *NSYS_REPORTS,
 )
 # in a folder such files are mostly something else, such as checkpoints: named only if they hold a snapshot
@@ -66,6 +69,10 @@ PERHAPS = (
     ".p",
     ".html",
 )
+OF_OTHERS = (".pb",)  # in a folder named only if it is known what they are
+NO_TRACE_JSON = "JSON, but no trace"
+OWN_TIMELINE_REMEDY = "what report --perfetto wrote, to be looked at; name the traces that it was made of"
+NEITHER = "neither a trace nor a memory snapshot"
 _HEADER = (b'"schemaVersion"', b'"distributedInfo"')  # torch writes them first
 _INFO_BYTES = 4096  # of "distributedInfo" that are read
 _TAIL_BYTES = 64  # room for line ends after the last bracket
@@ -169,15 +176,18 @@ def _classify(path: Path, head: bytes) -> tuple[str, str]:
         return "trace", ""
     if _BARE_LIST.match(head):
         return "trace", ""
-    if start in (b"{", b"["):
-        return "", "JSON, but no trace"
-    return "", "neither a trace nor a memory snapshot"
+    known = name_foreign_file(head)
+    if known:
+        return "", known
+    return "", NO_TRACE_JSON if start in (b"{", b"[") else NEITHER
 
 
 def _find_foreign_writer(path: Path, head: bytes) -> str:
     """Explain why a trace is none of PyTorch's; '' where it is, or where only the whole file can tell."""
     is_whole = len(head) < TRACE_HEAD_BYTES
     if is_perfetto(head):
+        if is_own_timeline(head):
+            return OWN_TIMELINE_REMEDY
         is_own = are_packets_of_torch(head) or (not is_whole and any_block(path, are_packets_of_torch))
         return "" if is_own else describe_foreign_packets(head)
     if is_of_torch(head):
@@ -548,12 +558,20 @@ def _look_at_candidates(under: Sequence[Path], known: set[Path]) -> list[SourceF
         if file.name == RUN_FILE:
             found += find_artefacts(file.parent)
     # of several paths to one file the first one counts, which stands where the last one was found
-    candidates = {file.resolve(): file for file in reversed(found) if file.suffix in CANDIDATES + PERHAPS}
+    endings = CANDIDATES + PERHAPS + OF_OTHERS
+    candidates = {file.resolve(): file for file in reversed(found) if file.suffix in endings}
     seen = []
     for resolved, file in reversed(candidates.items()):
         if resolved not in known:
             seen.append(look_at(file))
-    return [file for file in seen if file.what or file.path.suffix in CANDIDATES]
+    return [file for file in seen if _is_worth_naming(file)]
+
+
+def _is_worth_naming(file: SourceFile) -> bool:
+    """Whether a file under a folder is read, or is told of as left out."""
+    if file.path.suffix in OF_OTHERS:
+        return file.why_not != NEITHER
+    return bool(file.what) or file.path.suffix in CANDIDATES
 
 
 def _leave_out_exported(left_out: Ignored, files: Sequence[SourceFile]) -> Ignored:

@@ -110,6 +110,74 @@ def test_databases_of_other_profilers(tmp_path, table, writer):
     assert [gap for gap in build_limitations(analyze([tmp_path])) if writer in gap]
 
 
+# What stands at the beginning of files that people take for traces: of real files, as their programs write them.
+OTHER_FILES = {
+    "NVR": ("k.ncu-rep", b"NVR\0\x10\0\0\0", "nsys profile"),
+    "jax 0.10": ("vm.xplane.pb", b'\n\xd4\x16\x12\x0e/host:metadata"\xd3\x0b\x08\x03', "nsys profile"),
+    "XPlane": ("a.pb", b"\n\x95\x01\x08\x01\x12\r/device:GPU:0\x1a\x80\x01", "nsys profile"),
+    "torch 2.13": (
+        "run.et.json",
+        b'{\n  "schema": "1.1.1-chakra.0.0.4", "pid": 20254, "time": "2026-11-28 20:38:07", "start_ts": 28648289,',
+        "export_chrome_trace",
+    ),
+    "memory": ("mt.json", b"[[1795898290033915, 1795898290033915, 1795898290034465], [[0, 0]]]", "_dump_snapshot"),
+    "memory, raw": ("mt.raw.json.gz", b"[[-1, 1, 256, 0], [1795898290033915828, 2, 128, 2]]", "_dump_snapshot"),
+    "rocprofv3": ("1_results.json", b'{"rocprofiler-sdk-tool": [{"metadata": {}}]}', "torch.profiler"),
+    "speedscope": (
+        "p.speedscope.json",
+        b'{"$schema":"https://www.speedscope.app/file-format-schema.json","profiles":[]}',
+        "torch.profiler",
+    ),
+    "cProfile": ("c.prof", b"\xfb)\x03\xfa\x08<string>\xe9\x01", "torch.profiler"),
+    "TensorBoard": (
+        "events.out.tfevents.1.vm",
+        b'\x18\0\0\0\0\0\0\0\xa3\x7fK"\t.\xff\x97\xec\xc2\xdaA\x1a\rbrain.Event:2R.',
+        "folder",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_FILES)
+def test_other_files_are_named_with_a_remedy(tmp_path, kind):
+    name, content, remedy = OTHER_FILES[kind]
+    for given in (name, "anything"):
+        path = tmp_path / given
+        path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+        said = complaint(path)
+        assert said.startswith(f"{path}: ") and remedy in said
+
+
+def test_a_profile_of_xla_in_a_folder_is_named_and_other_such_files_are_not(tmp_path):
+    gpu_run(steps=5).write(tmp_path)
+    for name in ("vm.xplane.pb", "model.pb"):
+        (tmp_path / name).write_bytes(OTHER_FILES["jax 0.10"][1] if "xplane" in name else b"\x08\x07\x12\x07pytorch")
+    ignored = discover_sources([tmp_path]).ignored
+    assert [path.name for path, _ in ignored] == ["vm.xplane.pb"]
+
+
+@pytest.mark.parametrize("writer", ["JAX", "XLA", "onnxruntime"])
+def test_what_is_read_is_said_beside_a_foreign_trace(tmp_path, writer):
+    assert "torch.profiler" in complaint(write(FOREIGN[writer], tmp_path / "t.json"))
+
+
+def test_traces_that_were_altered_are_less_certain(tmp_path):
+    made = gpu_run(steps=5)
+    assert analyze([made.write(tmp_path)]).verdict.confidence == "high"
+    arrow = {"ph": "s", "cat": "critical_path", "name": "critical_path", "id": 0, "pid": 1, "tid": 100, "ts": 1_000_050}
+    made.events.append(arrow | {"args": {"weight": 1}})
+    [trace] = read_traces(made.write(tmp_path))
+    assert trace.damage and "HTA" in trace.damage[0]
+    assert analyze([made.write(tmp_path)]).verdict.confidence != "high"
+
+
+def test_counters_of_the_range_profiler_are_no_times(tmp_path):
+    """As a real trace has them: tests/data/cupti_profiler of HTA."""
+    made = gpu_run(steps=5)
+    made.add("cuda_profiler_range", "gemm", 100, 200, thread=0, pid=0, **{"sm__inst_executed_pipe_tensor.sum": 5})
+    [trace] = read_traces(made.write(tmp_path))
+    assert trace.damage and "profiler_metrics" in trace.damage[0]
+
+
 def without_headers(made: MadeTrace) -> list[dict]:
     return made.data()["traceEvents"]
 

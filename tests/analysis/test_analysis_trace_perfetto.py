@@ -214,6 +214,13 @@ def test_perfetto_traces_of_others_are_refused(tmp_path):
     assert "rocprofv3" in complaint(write_packets(tmp_path, *rocprof))
 
 
+def test_a_timeline_of_this_package_is_no_trace(tmp_path):
+    """As `report --perfetto` begins its files: the first packets have neither a time nor a track."""
+    named = message((2, message((1, "events of rank 0"), (2, "9"))))
+    path = write_packets(tmp_path, field(1, field(5, named)), of_made(gpu_run(steps=3)))
+    assert "--perfetto" in complaint(path)
+
+
 def test_other_messages_are_no_packets():
     plane = message((1, 1), (2, "/host:CPU"), (3, message((1, 5))))
     for content in (field(1, plane), b"", b"\n", b"\n\n\n\n\n", b"\n\x05abcde", bytes(range(256))):

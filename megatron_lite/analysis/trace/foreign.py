@@ -24,8 +24,11 @@ OF_TORCH = re.compile(
 )
 # The same in a Perfetto trace, where names and categories stand in a table of their own.
 PACKETS_OF_TORCH = re.compile(rb"cpu_op|cuda_runtime|user_annotation|python_function|ProfilerStep#|aten::")
+# What `report --perfetto` says of itself: a merge of several ranks, made to be looked at.
+OWN_TIMELINE = re.compile(rb"events of rank \d")
 CATEGORY = re.compile(rb'"cat"\s*:\s*"([^"\\]{0,80})"')
 MAX_NAMED_CATEGORIES = 4  # in a message
+WHAT_IS_READ = "what is read are traces of torch.profiler and exports of Nsight Systems (nsys export --type sqlite)"
 NOT_PYTORCH = "a Chrome trace that PyTorch did not write"
 NOT_PYTORCH_PACKETS = "a Perfetto trace that PyTorch did not write"
 
@@ -56,6 +59,35 @@ def read_foreign_writers() -> tuple[Writer, ...]:
     return tuple(rows)
 
 
+@dataclass(frozen=True)
+class ForeignFile:
+    """A row of foreign_files.tsv."""
+
+    what: str
+    pattern: re.Pattern[bytes]
+    remedy: str
+
+
+@lru_cache(maxsize=1)
+def read_foreign_files() -> tuple[ForeignFile, ...]:
+    """The table of files that are no traces, in its order."""
+    rows = []
+    text = Path(__file__).with_name("foreign_files.tsv").read_text(encoding="utf-8")
+    for line in text.splitlines():
+        if line and not line.startswith("#"):
+            what, pattern, remedy, *_ = f"{line}\t\t".split("\t")
+            rows.append(ForeignFile(what, re.compile(pattern.encode(), re.DOTALL), remedy or WHAT_IS_READ))
+    return tuple(rows)
+
+
+def name_foreign_file(head: bytes) -> str:
+    """Name what a file that begins with `head` is, and what to do; '' for nothing that is known."""
+    for row in read_foreign_files():
+        if row.pattern.match(head):
+            return f"{row.what}; {row.remedy}"
+    return ""
+
+
 def is_of_torch(text: bytes) -> bool:
     """Whether this part of a file holds what only PyTorch writes."""
     return bool(OF_TORCH.search(text))
@@ -66,12 +98,17 @@ def are_packets_of_torch(text: bytes) -> bool:
     return bool(PACKETS_OF_TORCH.search(text))
 
 
+def is_own_timeline(head: bytes) -> bool:
+    """Whether the Perfetto trace that begins with `head` is one that `report --perfetto` wrote."""
+    return bool(OWN_TIMELINE.search(head))
+
+
 def describe_foreign_packets(head: bytes) -> str:
     """Why the Perfetto trace that begins with `head`, which holds nothing of PyTorch's, is none of PyTorch's."""
     for writer in read_foreign_writers():
         if writer.always and writer.pattern.search(head):
-            return f"a Perfetto trace that {writer.name} wrote, not PyTorch"
-    return NOT_PYTORCH_PACKETS
+            return f"a Perfetto trace that {writer.name} wrote, not PyTorch; {WHAT_IS_READ}"
+    return f"{NOT_PYTORCH_PACKETS}; {WHAT_IS_READ}"
 
 
 def describe_foreign(text: bytes, is_whole: bool) -> str:
@@ -85,7 +122,7 @@ def describe_foreign(text: bytes, is_whole: bool) -> str:
     is_known = any_known(categories, ())
     for writer in read_foreign_writers():
         if (writer.always or not is_known) and writer.pattern.search(text):
-            return f"a trace that {writer.name} wrote, not PyTorch"
+            return f"a trace that {writer.name} wrote, not PyTorch; {WHAT_IS_READ}"
     return describe_unknown(categories) if is_whole and categories and not is_known else ""
 
 

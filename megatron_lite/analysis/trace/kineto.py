@@ -127,6 +127,7 @@ class Collected:
     instants: list[Columns] = field(default_factory=list)
     tracks: Tracks = field(default_factory=Tracks)
     halves: list[Event] = field(default_factory=list)  # "B" and "E" entries: beginnings and ends of spans
+    has_critical_path: bool = False  # arrows that HTA adds
 
     def add(self, events: Sequence[Event]) -> None:
         """Append a chunk of entries."""
@@ -153,6 +154,7 @@ class Collected:
         for half in [event for event in events if event.ph in ("B", "E")]:
             if half.ts is not None and Decimal(half.ts).is_finite():
                 self.halves.append(half)
+        self.has_critical_path |= any(event.cat == CRITICAL_PATH for event in events)
         metadata = [event for event in events if event.ph == "M"]
         self.tracks.add(list(map(read_metadata, metadata)))
         instants = [event for event in events if event.ph == "i"]
@@ -491,6 +493,10 @@ def _count(value: Any) -> int | None:
 
 # --- the trace
 
+# HTA: overlay_critical_path_analysis of hta/analyzers/critical_path_analysis.py, which by default drops other events
+CRITICAL_PATH = "critical_path"
+# "the actual times do not really matter here": libkineto/src/CuptiRangeProfiler.cpp, until its removal in 2026
+RANGE_PROFILER = "cuda_profiler_range"
 _MANY_LOST = 0.01  # of the events, without a time; profilers lose single ones in sound files
 _HEAD_BYTES = 1 << 16  # tell JSON from packets
 _LONG_AFTER_0 = 10**12  # a trace whose times are larger did not begin at 0
@@ -544,6 +550,7 @@ def read_kineto(
         raise TraceError(f"{path}: {foreign}.")
     if collected.until_ns is not None:
         notes.append(f"{path.name}: {_describe_shortened(collected, collected.until_ns, first_ns)}")
+    damage += _describe_altered(collected)
     diagnostics = read_warnings(chunks.header)
     for text in diagnostics:
         line = f'the profiler reports: "{text}"'
@@ -551,6 +558,21 @@ def read_kineto(
         if tells_of_loss(line):
             damage.append(line)
     return _build_trace(path, chunks, collected, columns, first_ns, notes, damage, diagnostics)
+
+
+def _describe_altered(collected: Collected) -> list[str]:
+    """Describe why the times or events of a trace are not those of the run."""
+    altered = []
+    if collected.has_critical_path:
+        altered.append(
+            "HTA added its critical path, and may have left nothing else; name the trace that it was made of"
+        )
+    if RANGE_PROFILER in collected.categories:
+        altered.append(
+            "counters of CUPTI's range profiler (profiler_metrics) serialize kernels and stand for them in this trace, "
+            "with times that are made up; record another trace without them"
+        )
+    return altered
 
 
 def _describe_shortened(collected: Collected, until_ns: int, first_ns: int) -> str:

@@ -37,6 +37,7 @@ GPU_COUNTER_EVENT = 52
 GPU_RENDER_STAGE_EVENT = 53
 TRACK_DESCRIPTOR = 60
 STATE_CLEARED = 1  # of SEQUENCE_FLAGS
+_FIRST_PACKETS = 16  # that tell what a file is
 _MIN_OWN_FIELD = 8  # what other messages of messages have (XSpace of XLA, GraphDef of TensorFlow) ends before it
 
 
@@ -176,13 +177,13 @@ def _may_begin_packet(content: bytes) -> bool:
 def is_perfetto(head: bytes) -> bool:
     """Whether a file that begins with `head` is a Perfetto trace.
 
-    Messages of other programs begin with the same byte; the first packet holds a field that those have not.
+    Messages of other programs begin with the same byte; one of the first packets holds a field that those have not.
     """
     starts, ends = find_packets(head)
-    if not starts:
-        return False
+    numbers = [0]
     try:
-        numbers = [field.number for field in iterate_fields(head, starts[0], ends[0])]
+        for start, end in zip(starts[:_FIRST_PACKETS], ends):
+            numbers += [field.number for field in iterate_fields(head, start, end)]
     except WireError:
         return False
-    return max(numbers, default=0) >= _MIN_OWN_FIELD
+    return max(numbers) >= _MIN_OWN_FIELD
