@@ -23,7 +23,10 @@ READ_ONLY = "the server writes nothing"
 NO_PROGRAMS = "programs are started only where the kernel can confine them (Landlock, Linux 5.13 or newer)"
 NO_PYTHON = "the server runs no Python in named folders"
 SYSTEM = tuple(map(Path, ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32", "/opt/nvidia")))
-SYSTEM_FILES = tuple(map(Path, ("/etc/ld.so.cache", "/etc/localtime", "/proc", "/sys/fs/cgroup", "/sys/devices")))
+SYSTEM_FILES = tuple(map(Path, ("/etc/ld.so.cache", "/etc/localtime", "/sys/fs/cgroup", "/sys/devices")))
+# Of other processes not even their environment may be read.
+PROCESSES = Path("/proc")
+OWN_PROCESS_AND_MACHINE = tuple(PROCESSES / name for name in ("self", "cpuinfo", "meminfo", "stat"))
 DEVICES = tuple(map(Path, ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")))
 SEMAPHORES = Path("/dev/shm")  # of pools of processes
 # Figures of the machine and of processes, without their environment, memory and open files.
@@ -55,10 +58,10 @@ class Confinement:
         has_rules = find_version() > 0
         installation = list_installation()
         if has_rules:
-            readable = [*self.readable, *SYSTEM_FILES, PYPROJECT]
+            readable = [*self.readable, *SYSTEM_FILES, *OWN_PROCESS_AND_MACHINE, PYPROJECT]
             runnable = [*installation, *SYSTEM]
             writable = [self.writable, *DEVICES, SEMAPHORES]
-            confine_process(readable, runnable, writable)
+            confine_process([PROCESSES], readable, runnable, writable)
         places = [*self.readable, *installation, self.writable]
         sys.addaudithook(self._make_hook(places, has_rules))
 

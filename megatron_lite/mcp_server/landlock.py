@@ -45,10 +45,13 @@ def find_version() -> int:
     return max(version, 0)
 
 
-def confine_process(readable: Iterable[Path], runnable: Iterable[Path], writable: Iterable[Path]) -> None:
+def confine_process(
+    listable: Iterable[Path], readable: Iterable[Path], runnable: Iterable[Path], writable: Iterable[Path]
+) -> None:
     """Give up the rights to all files but these, and to connections over TCP where the kernel knows of them.
 
     Args:
+        listable: Folders of which only the names in them may be read.
         readable: Folders and files whose content may be read.
         runnable: Folders whose content may be read and whose programs may be started.
         writable: Folders and files in which anything may be done.
@@ -63,6 +66,7 @@ def confine_process(readable: Iterable[Path], runnable: Iterable[Path], writable
     size = ctypes.sizeof(_Ruleset) if version >= NETWORK_VERSION else ctypes.sizeof(ctypes.c_uint64)
     ruleset = _call(library, CREATE_RULESET, ctypes.byref(wanted), ctypes.c_size_t(size), 0)
     for paths, rights in (
+        (listable, MAY_READ_FOLDER),
         (readable, MAY_READ_FILE | MAY_READ_FOLDER),
         (runnable, MAY_READ_FILE | MAY_READ_FOLDER | MAY_EXECUTE),
         (writable, every_right & ~MAY_EXECUTE),
