@@ -1,106 +1,56 @@
 """Makes the changes whose gain a dependency graph predicts, and shows predicted beside measured.
 
-    python -m benchmarks.graph_pairs [--rounds 3] [--pair PATTERN] [--keep FOLDER]
+    python -m benchmarks.graph_pairs make FOLDER --round N [--pair PATTERN]
+    python -m benchmarks.graph_pairs show FOLDER [--pair PATTERN] [--path] [--held-back]
 
-Each pair is graph_scripts/train.py before and after a change, both under `megatron-lite watch` and at the same time, so
-that what else runs on the machine holds up both. The trace of the run before is replayed with the edit that stands for the change. Measured is a step outside of the profiled window and
-behind the first ones: the median of means over four steps in a row, since two workers bring two batches at once. Shown are medians over rounds: the step after the change by the step before it,
-predicted and measured, and the difference as a share of the step before.
+The protocol, written before the first measurement and not changed since:
+
+- A pair is a program before (A) and after a change (B), of graph_pairs_made.py. Each run is a start of its own: the trainer
+  with its profiler, or graph_scripts/train.py under `megatron-lite watch`. Both sides are recorded alike.
+- Nothing else runs on the machine: a run beside which other programs took more than 0.1 of a core is thrown away and
+  made again. Each rank computes with one thread (OMP_NUM_THREADS=1), so that two ranks fit on two cores. Steps take 50
+  to 200 ms.
+- A round is A, then B; the rounds of a pair are made at other times, at least two of them: A B A B.
+- A run has 64 steps. Steps 11 to 18 are recorded. Timed are steps 25 to 64, outside of the recorded window, by the run's
+  steps.jsonl (the whole step on the host, saving included): the median of the means of five blocks of eight steps, since
+  checkpoints and workers come in periods of two, four or eight steps.
+- Measured change: (B - A) / A of a round. Predicted change: the trace of A, all ranks, becomes a graph; the replay with the
+  pair's edit by the replay without. Nothing of B is read. What a checkpoint takes, and by how much recorded steps are
+  longer than others, is read from the lines of A's steps.jsonl before step 25. Shown are medians over rounds, and their difference in percent of the step before.
+- A sign is wrong where the measured change is more than 2% of the step and the prediction is on the other side of zero.
+- A graph that claims nothing is named; its pair counts as off.
+- Held back: three pairs of HELD_BACK. No edit was changed after their predictions had been looked at.
 """
 
 import argparse
+import os
 import re
+import resource
+import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.graph import read_run
+import msgspec
+
+from benchmarks.graph import read_run, show_path
+from benchmarks.graph_pairs_made import HELD_BACK, PAIRS, Pair, Recorded, Run, build
 from megatron_lite.analysis.graph.build import build_graph
-from megatron_lite.analysis.graph.edits.accumulation import sum_gradients_once
-from megatron_lite.analysis.graph.edits.fusion import fuse_operators
-from megatron_lite.analysis.graph.edits.host_work import move_to_thread
-from megatron_lite.analysis.graph.edits.loader import speed_up_loader, use_workers
-from megatron_lite.analysis.graph.edits.straggler import level_rank
-from megatron_lite.analysis.graph.graph import Graph
 from megatron_lite.analysis.graph.replay import check_replay, replay
+from megatron_lite.formats.step_records import StepRecord
 
-SCRIPT = Path(__file__).parent / "graph_scripts" / "train.py"
-FIRST_STEP = 5  # that is timed
-WINDOW = range(10, 22)  # of steps; the one behind the profiled ones writes the trace, and workers are ahead afterwards
-IN_A_ROW = 4
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A change that is made.
-
-    Attributes:
-        name: What changes.
-        ranks: On how many it runs.
-        common: Flags of both runs.
-        before: Flags of the first.
-        after: Flags of the second.
-        edit: What stands for the change.
-    """
-
-    name: str
-    ranks: int
-    common: str
-    before: str
-    after: str
-    edit: Callable[[Graph], Graph]
-
-
-def fuse_and_use_workers(graph: Graph) -> Graph:
-    """Two changes at once."""
-    return use_workers(fuse_operators(graph, "optimizer_step"), 2)
-
-
-MANY_TENSORS = "--layers 40 --columns 96 --rows 32"
-LONG = "--layers 2"  # so that sleeping is most of the step, and a busy machine changes little
-PAIRS = (
-    Pair("loader: 0 to 2 workers", 1, f"{LONG} --read-ms 100", "", "--workers 2", lambda graph: use_workers(graph, 2)),
-    Pair("loader twice as fast", 1, LONG, "--read-ms 100", "--read-ms 50", lambda graph: speed_up_loader(graph, 2.0)),
-    Pair(
-        "report written in a thread",
-        1,
-        LONG,
-        "--report-ms 60",
-        "--report-ms 60 --report-in-thread",
-        lambda graph: move_to_thread(graph, "write report"),
-    ),
-    Pair(
-        "optimizer: for-loop to foreach",
-        1,
-        MANY_TENSORS,
-        "--optimizer for-loop",
-        "--optimizer foreach",
-        lambda graph: fuse_operators(graph, "optimizer_step"),
-    ),
-    Pair(
-        "foreach and 2 workers at once",
-        1,
-        f"{MANY_TENSORS} --read-ms 10",
-        "--optimizer for-loop",
-        "--optimizer foreach --workers 2",
-        fuse_and_use_workers,
-    ),
-    Pair("no_sync, 4 micro-batches", 2, "--accumulate 4", "", "--no-sync", lambda graph: sum_gradients_once(graph, 4)),
-    Pair("a late rank, 100 ms", 2, LONG, "--late-ms 100", "", lambda graph: level_rank(graph, 1)),
-    Pair(
-        "late rank and 2 workers at once",
-        2,
-        f"{LONG} --read-ms 60",
-        "--late-ms 80",
-        "--workers 2",
-        lambda graph: use_workers(level_rank(graph, 1), 2),
-    ),
-)
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "benchmarks" / "graph_scripts" / "train.py"
+STEPS = 64
+RECORDED = (11, 19)  # the first step, and the one behind the last
+FIRST_TIMED = 25
+BLOCK = 8  # steps
+MAX_OTHERS = 0.1  # cores that other programs take beside a run
+MIN_CHANGE = 0.02  # of the step: less has no sign
 
 
 @dataclass(frozen=True)
@@ -108,98 +58,190 @@ class Round:
     """A pair's result of one round.
 
     Attributes:
-        predicted: Step after by step before, by the graph.
-        measured: Step after by step before.
-        before_ms: The step before.
+        before_ms: The step before, measured.
+        predicted: Change by the graph, as a share of the step before.
+        measured: The same, measured.
         why_not: Why the graph claims nothing; "": it does.
     """
 
+    before_ms: float
     predicted: float
     measured: float
-    before_ms: float
     why_not: str
 
 
 def main() -> None:
-    """Make the changes, and print a row for each."""
+    """Make the changes, or print a row for each."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("action", choices=("make", "show"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--round", type=int, default=1)
     parser.add_argument("--pair", default="", metavar="PATTERN")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER")
+    parser.add_argument("--path", action="store_true", help="list what the critical path is made of")
+    parser.add_argument("--held-back", action="store_true", help="show these pairs, too")
     given = parser.parse_args()
+    pairs = [pair for pair in PAIRS if is_chosen(pair, given)]
+    if given.action == "make":
+        for pair in pairs:
+            make_round(pair, given.folder / f"round{given.round}")
+        return
     print(
-        f"{'change':32} {'before ms':>9} {'predicted':>9} {'measured':>9} {'off, of the step':>16}   measured, each round"
+        f"{'change':46} {'before ms':>9} {'predicted':>9} {'measured':>9} {'off':>6}   measured and predicted by round"
     )
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = given.keep or Path(scratch)
-        for pair in PAIRS:
-            if re.search(given.pair, pair.name):
-                rounds = [make_round(pair, number, folder, given.steps) for number in range(given.rounds)]
-                show(pair, rounds)
+    for pair in pairs:
+        rounds = list(read_rounds(pair, given.folder, given.path))
+        if rounds:
+            show(pair, rounds)
+
+
+def is_chosen(pair: Pair, given: argparse.Namespace) -> bool:
+    """Whether a pair is to be made or shown; held back ones are shown only where asked for."""
+    is_shown = given.action == "make" or given.held_back or pair.name not in HELD_BACK
+    return is_shown and re.search(given.pair, pair.name) is not None
+
+
+# --- runs
+
+
+def make_round(pair: Pair, folder: Path) -> None:
+    """Run a pair before and after its change; what has been run is not run again."""
+    for side, run in (("before", pair.before), ("after", pair.after)):
+        place = folder / pair.folder / side
+        if (place / "steps.jsonl").exists():
+            continue
+        wait_for_silence()
+        place.mkdir(parents=True, exist_ok=True)
+        began = time.perf_counter()
+        busy_before = measure_busy()
+        own_before = measure_own()
+        start(run, place)
+        seconds = time.perf_counter() - began
+        others = (measure_busy() - busy_before - measure_own() + own_before) / seconds
+        is_alone = others <= MAX_OTHERS
+        mark = "" if is_alone else "   thrown away"
+        print(
+            f"{pair.name:54} {side:6} {measure_step(place):8,.1f} ms   {seconds:5.1f} s   others {others:5.2f} cores{mark}",
+            flush=True,
+        )
+        if not is_alone:
+            shutil.rmtree(place)
+
+
+def wait_for_silence() -> None:
+    """Wait until other programs take little of the cores, for half a minute at most."""
+    for _ in range(30):
+        before = measure_busy()
+        time.sleep(1)
+        if measure_busy() - before <= MAX_OTHERS:
+            return
+
+
+def measure_busy() -> float:
+    """Seconds for which the machine's cores were busy since it started."""
+    words = Path("/proc/stat").read_text(encoding="utf-8").split("\n")[0].split()[1:]
+    user, nice, system, _, _, interrupts, soft = (int(word) for word in words[:7])
+    return (user + nice + system + interrupts + soft) / os.sysconf("SC_CLK_TCK")
+
+
+def measure_own() -> float:
+    """Seconds of the cores that this process and the ones it has waited for took."""
+    mine = resource.getrusage(resource.RUSAGE_SELF)
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return mine.ru_utime + mine.ru_stime + children.ru_utime + children.ru_stime
+
+
+def start(run: Run, place: Path) -> None:
+    """Run one side, which leaves traces and steps.jsonl in a folder."""
+    launcher = [sys.executable]
+    if run.ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(run.ranks), "--rdzv-backend", "c10d"]
+        launcher += ["--rdzv-endpoint", "localhost:0"]
+    first, last = RECORDED
+    flags = run.flags.replace("PLACE", str(place)).split()
+    if run.is_trainer:
+        command = [*launcher, str(ROOT / "pretrain_gpt.py"), *flags, "--run-dir", str(place)]
+        command += ["--train-iters", str(STEPS), "--profile-step-start", str(first), "--profile-step-end", str(last)]
+    else:
+        watch = [sys.executable, "-m", "megatron_lite", "watch", "--no-report"]
+        watch += ["--run-dir", str(place), "--steps", f"{first}:{last}", "--"]
+        command = [*watch, *launcher, str(SCRIPT), "--steps", str(STEPS), *flags]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **run.environ}
+    with open(place / "output.txt", "w", encoding="utf-8") as output:
+        done = subprocess.run(command, check=False, env=environ, stdout=output, stderr=output)
+    if done.returncode:
+        raise RuntimeError((place / "output.txt").read_text(encoding="utf-8")[-3000:])
+
+
+def read_steps(place: Path) -> dict[int, StepRecord]:
+    """Read the steps of a run by their numbers."""
+    lines = (place / "steps.jsonl").read_bytes().splitlines()
+    of_steps = [line for line in lines if msgspec.json.decode(line)["kind"] == "step"]
+    steps = [msgspec.json.decode(line, type=StepRecord) for line in of_steps]
+    return {one.step: one for one in steps}
+
+
+def measure_step(place: Path) -> float:
+    """The step of a run, ms: the median of the means of blocks."""
+    steps = read_steps(place)
+    means = []
+    for first in range(FIRST_TIMED, STEPS + 1, BLOCK):
+        block = [steps[step].ms for step in range(first, first + BLOCK)]
+        means.append(statistics.fmean(block))
+    return statistics.median(means)
+
+
+# --- predicted beside measured
+
+
+def read_rounds(pair: Pair, folder: Path, with_path: bool) -> Iterator[Round]:
+    """Read the rounds of a pair that were made, and predict each by its own trace.
+
+    Args:
+        pair: The change.
+        folder: Of all rounds.
+        with_path: Also print what the critical path is made of, before and after the edit.
+    """
+    for place in sorted(folder.glob(f"round*/{pair.folder}")):
+        before = place / "before"
+        after = place / "after"
+        if not all((side / "steps.jsonl").exists() for side in (before, after)):
+            continue
+        [(_, ranks)] = read_run(before)
+        lines = [one for number, one in read_steps(before).items() if number < FIRST_TIMED]
+        recorded = Recorded(ranks, lines)
+        graph = build(recorded)
+        changed_graph = pair.edit(graph, recorded)
+        unchanged = replay(graph)
+        changed = replay(changed_graph)
+        assert unchanged is not None and changed is not None
+        if with_path:
+            show_path(graph)
+            print("    after the edit:")
+            show_path(changed_graph)
+        before_ms = measure_step(before)
+        yield Round(
+            before_ms=before_ms,
+            predicted=changed.step_ns / unchanged.step_ns - 1,
+            measured=measure_step(after) / before_ms - 1,
+            why_not=check_replay(build_graph(ranks)).why_not,
+        )
 
 
 def show(pair: Pair, rounds: list[Round]) -> None:
     """Print the row of a pair."""
+    before_ms = statistics.median(one.before_ms for one in rounds)
     predicted = statistics.median(one.predicted for one in rounds)
     measured = statistics.median(one.measured for one in rounds)
-    before_ms = statistics.median(one.before_ms for one in rounds)
-    each = ", ".join(f"{one.measured:.2f}" for one in rounds)
+    each = ", ".join(f"{one.measured:+.1%} {one.predicted:+.1%}" for one in rounds)
+    is_wrong = abs(measured) > MIN_CHANGE and measured * predicted <= 0
+    sign = " WRONG SIGN" if is_wrong else ""
     print(
-        f"{pair.name:32} {before_ms:9,.1f} {predicted:9.2f} {measured:9.2f} {predicted - measured:+16.1%}   {each}",
+        f"{pair.name:46} {before_ms:9,.1f} {predicted:+9.1%} {measured:+9.1%} {predicted - measured:+6.1%}   {each}{sign}",
         flush=True,
     )
     for one in rounds:
         if one.why_not:
             print(f"    a round claims nothing: {one.why_not}")
-
-
-def make_round(pair: Pair, number: int, folder: Path, steps: int) -> Round:
-    """Run both, and replay the first one's trace.
-
-    Args:
-        pair: the change.
-        number: of the round.
-        folder: where runs are kept.
-        steps: how many steps a run has.
-    """
-    name = re.sub(r"\W+", "-", pair.name)
-    before = folder / f"{name}-{number}-before"
-    after = folder / f"{name}-{number}-after"
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(run, pair, f"{pair.common} {pair.before}", before, steps)
-        second = pool.submit(run, pair, f"{pair.common} {pair.after}", after, steps)
-    before_ms = first.result()
-    after_ms = second.result()
-    [(_, ranks)] = read_run(before)
-    graph = build_graph(ranks)
-    unchanged = replay(graph)
-    changed = replay(pair.edit(graph))
-    assert unchanged is not None and changed is not None
-    return Round(
-        predicted=changed.step_ns / unchanged.step_ns,
-        measured=after_ms / before_ms,
-        before_ms=before_ms,
-        why_not=check_replay(graph).why_not,
-    )
-
-
-def run(pair: Pair, flags: str, folder: Path, steps: int) -> float:
-    """Run the script under watch, and return its median step outside of the window, ms."""
-    launcher = [sys.executable]
-    if pair.ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(pair.ranks), "--rdzv-backend", "c10d"]
-        launcher += ["--rdzv-endpoint", "localhost:0"]
-    seconds = folder.with_suffix(".seconds")
-    script = [str(SCRIPT), "--steps", str(steps), "--step-file", str(seconds), *flags.split()]
-    watch = [sys.executable, "-m", "megatron_lite", "watch", "--run-dir", str(folder), "--steps", "10:16", "--"]
-    done = subprocess.run([*watch, *launcher, *script], check=False, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(done.stdout + done.stderr)
-    times = [float(line) for line in seconds.read_text().splitlines()]
-    outside = [one for at, one in enumerate(times, 1) if at > FIRST_STEP and at not in WINDOW]
-    rows = [outside[at : at + IN_A_ROW] for at in range(0, len(outside) - IN_A_ROW + 1, IN_A_ROW)]
-    return statistics.median(statistics.fmean(row) for row in rows) * 1e3
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_lite.analysis.graph.backend_ends import trim_late_ends
+from megatron_lite.analysis.graph.backend_ends import trim_late_ends, trim_unawaited_ends
 from megatron_lite.analysis.graph.device_clock import measure_device_lead, move_device
 from megatron_lite.analysis.graph.graph import Boundary, EdgeKind, Graph, Lane
 from megatron_lite.analysis.graph.host_lanes import (
@@ -45,17 +45,8 @@ def build_graph(ranks: Sequence[tuple[Trace, Placing]]) -> Graph:
     """
     if not ranks:
         return _build_empty_graph()
-    sizes = [trace.world_size or 0 for trace, _ in ranks]
-    world_size = max(sizes, default=0) or None
-    calls = []
-    traces = []
-    for trace, placing in ranks:
-        recorded = collect_calls(trace, placing, world_size)
-        trimmed, of_rank = trim_late_ends(trace, placing, recorded)
-        traces.append(trimmed)
-        calls.append(of_rank)
-    groups, clocks_ns, limits = _match_ranks(ranks, calls)
-    inputs = _make_inputs(traces, [placing for _, placing in ranks], calls, clocks_ns)
+    inputs, groups, limits = _prepare(ranks)
+    calls = [one.calls for one in inputs]
     parts = Parts()
     device_clocks_ns = [one.clock_ns - one.device_lead_ns for one in inputs]
     meetings = find_meetings(calls, groups, device_clocks_ns)
@@ -75,6 +66,7 @@ def build_graph(ranks: Sequence[tuple[Trace, Placing]]) -> Graph:
         contradicted=ordered.contradicted,
         seen=ordered.seen,
         limits=tuple(limits),
+        core_wait_ns=tuple(_read_core_wait(one.trace) for one in inputs),
     )
 
 
@@ -91,11 +83,47 @@ def _build_empty_graph() -> Graph:
     )
 
 
+def _prepare(ranks: Sequence[tuple[Trace, Placing]]) -> tuple[list[RankInput], list[Group], list[str]]:
+    """Collect the collectives of all ranks, match them, and end them when they were through.
+
+    Returns:
+        What the graph takes of each rank, groups of collectives that belong together, and what is not known.
+    """
+    sizes = [trace.world_size or 0 for trace, _ in ranks]
+    world_size = max(sizes, default=0) or None
+    placings = [placing for _, placing in ranks]
+    calls = []
+    traces = []
+    for trace, placing in ranks:
+        recorded = collect_calls(trace, placing, world_size)
+        trimmed, of_rank = trim_late_ends(trace, placing, recorded)
+        traces.append(trimmed)
+        calls.append(of_rank)
+    groups, clocks_ns, limits = _match_ranks(ranks, calls)
+    meetings = find_meetings(calls, groups, clocks_ns)
+    met = find_last_arrivals(meetings, len(ranks), calls)
+    asked = []
+    for at, placing in enumerate(placings):
+        met_ns = met[at] - clocks_ns[at]
+        traces[at], calls[at], asked_ns = trim_unawaited_ends(traces[at], placing, calls[at], met_ns)
+        asked.append(asked_ns)
+    inputs = _make_inputs(traces, placings, calls, clocks_ns, asked)
+    return inputs, groups, limits
+
+
+def _read_core_wait(trace: Trace) -> float:
+    """Read for how long the main thread of a recorded step was ready and had no core, ns; 0 where that is not known."""
+    if trace.cores is None or trace.cores.wait_ms is None:
+        return 0.0
+    return trace.cores.wait_ms * 1e6
+
+
 def _make_inputs(
     traces: Sequence[Trace],
     placings: Sequence[Placing],
     calls: Sequence[Calls],
     clocks_ns: Sequence[int],
+    asked_ns: Sequence[Integers],
 ) -> list[RankInput]:
     """Make what the graph takes of each rank.
 
@@ -104,6 +132,7 @@ def _make_inputs(
         placings: where their events belong.
         calls: their collectives.
         clocks_ns: what to add to each rank's times.
+        asked_ns: by collective, when the host asked for what was there; -1: it waited.
     """
     phases: Numbered[str] = Numbered()
     names: Numbered[str] = Numbered()
@@ -117,6 +146,7 @@ def _make_inputs(
             placing=placing,
             device_lead_ns=lead_ns,
             calls=calls[at],
+            asked_ns=asked_ns[at],
             clock_ns=clocks_ns[at],
             first_step=firsts[at],
             phases=phases,
@@ -190,6 +220,7 @@ def _add_rank(
     connect_events(parts, one, work)
     _resume(parts, hosts, syncs, work.activities.finish[awaited], EdgeKind.SYNC)
     _resume(parts, hosts, of_backend, work.of_calls.finish[awaited_calls], EdgeKind.WAIT)
+    _connect_asked(parts, one, hosts, work)
     add_workers(parts, one, hosts, loading)
     return work
 
@@ -206,6 +237,26 @@ def _resume(
     parts.connect(awaited, resumed, kind)
 
 
+def _connect_asked(
+    parts: Parts,
+    one: RankInput,
+    hosts: HostLanes,
+    work: RankWork,
+) -> None:
+    """Let the main thread wait for what it asked for, although it was there already.
+
+    Args:
+        parts: all activities and edges; they grow.
+        one: the rank.
+        hosts: its threads.
+        work: what its backend does.
+    """
+    asked = np.flatnonzero(one.asked_ns >= 0)
+    main = np.full(len(asked), one.placing.main_thread)
+    goes_on = hosts.starting_at(main, one.asked_ns[asked])
+    parts.connect(work.of_calls.finish[asked], goes_on, EdgeKind.WAIT)
+
+
 def _find_backend_waits(one: RankInput) -> tuple[HostWaits, Integers]:
     """Find when the main thread waits for a collective of a backend's thread, without a device.
 
@@ -219,6 +270,9 @@ def _find_backend_waits(one: RankInput) -> tuple[HostWaits, Integers]:
         return HostWaits(none, none, none, none), none
     waiting = find_host_rows(one.trace, one.placing)["exposed_communication"]
     order = np.argsort(one.calls.end_ns, kind="stable")
+    order = order[one.asked_ns[order] < 0]
+    if not len(order):
+        return HostWaits(none, none, none, none), none
     ends_ns = one.calls.end_ns[order]
     last = np.searchsorted(ends_ns, waiting.end, side="right") - 1
     resumed_ns = ends_ns[np.maximum(last, 0)]

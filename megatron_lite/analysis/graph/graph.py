@@ -71,6 +71,9 @@ class Activities:
     end_ns: Integers  # int64 [n]
     work_ns: Integers  # int64 [n], what it takes once it has begun
     delay_ns: Integers  # int64 [n], between the end of what it waited for and its start, without a known reason
+    again_ns: Integers  # int64 [n], the part of it that computes forward once more, measured
+    num_bytes: Integers  # int64 [n], of a collective's transfer; -1: none, or not known
+    num_events: Integers  # int64 [n], operators that the profiler recorded in it, on the host
 
     def __len__(self) -> int:
         return len(self.start_ns)
@@ -114,7 +117,10 @@ class Graph:
     contradicted: Mapping[EdgeKind, int] = field(default_factory=dict)
     seen: Mapping[EdgeKind, int] = field(default_factory=dict)  # edges of each kind, those included
     limits: tuple[str, ...] = ()  # what the graph does not hold, a sentence each
+    # by rank, for how long the main thread of a step is ready and has no core; 0 where the trace does not say
+    core_wait_ns: tuple[float, ...] = ()
     floor_ns: float = 0.0  # a step takes at least so long, for what is not drawn as activities
+    beside_ns: float = 0.0  # the mean step takes so much longer, for what only some steps do, as saving
 
     @cached_property
     def rank(self) -> NDArray[np.int32]:

@@ -141,6 +141,7 @@ def _add_lane(
     end_ns = np.append(end_ns[is_work], cuts[-1])
     found = _describe(one, thread, start_ns, end_ns)
     lane = parts.add_lane(one.at, f"thread {thread}")
+    recomputing = one.recomputing.get(thread, NOTHING)
     number = parts.add(
         lane,
         start_ns + one.clock_ns,
@@ -150,10 +151,27 @@ def _add_lane(
         phase=one.number_phases(found.phase),
         name=found.name,
         row=found.row,
+        again_ns=recomputing.within(start_ns, end_ns),
+        num_events=_count_operators(one, thread, start_ns, end_ns),
     )
     base_ns = _find_own_part(waits, is_mine, start_ns[1:], end_ns[:-1])
     parts.chain(number, EdgeKind.THREAD, base_ns)
     return HostLane(start_ns, end_ns, number)
+
+
+def _count_operators(
+    one: RankInput,
+    thread: int,
+    start_ns: Integers,
+    end_ns: Integers,
+) -> Integers:
+    """Count the operators of a thread, those within others included, that begin in each stretch of time."""
+    trace = one.trace
+    operators = trace.on_thread(trace.rows[Kind.OP], thread)
+    begins_ns = trace.events.start_ns[operators]
+    until_end = np.searchsorted(begins_ns, end_ns)
+    until_start = np.searchsorted(begins_ns, start_ns)
+    return until_end - until_start
 
 
 def _find_own_part(

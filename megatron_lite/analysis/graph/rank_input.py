@@ -5,6 +5,7 @@ from functools import cached_property
 
 import numpy as np
 
+from megatron_lite.analysis.graph.recomputation import find_recomputation
 from megatron_lite.analysis.intervals import NOTHING, Cover, Flags, Integers, Nesting, joined
 from megatron_lite.analysis.kernels.kernel_names import short_name
 from megatron_lite.analysis.ranks.calls import HANDED_OVER, Calls
@@ -26,6 +27,7 @@ class RankInput:
     placing: Placing
     device_lead_ns: int  # by which device work stood later in the file
     calls: Calls
+    asked_ns: Integers  # [c], when the host asked for a send or receive that was through; -1: it waited for it
     clock_ns: int  # what to add to the trace's times for those of all ranks
     first_step: int  # number of the trace's first step, among the steps of all ranks
     phases: Numbered[str]  # of all ranks; grows
@@ -51,6 +53,11 @@ class RankInput:
         """When the host does something else that names tell."""
         covers = [self.activity.covers[cause] for cause in NAMED_WORK]
         return joined(NOTHING, *covers)
+
+    @cached_property
+    def recomputing(self) -> dict[int, Cover]:
+        """When each thread that does so computes forward once more, inside backward."""
+        return find_recomputation(self.trace)
 
     @cached_property
     def step_ns(self) -> float:

@@ -119,7 +119,7 @@ def replay(graph: Graph, window: StepWindow | None = None) -> Replay | None:
         pass_ns = lengths_ns
         if is_settled and number:
             break
-    step_ns = max(float(pass_ns.mean()) / window.steps, graph.floor_ns)
+    step_ns = max(float(pass_ns.mean()) / window.steps, graph.floor_ns) + graph.beside_ns
     return Replay(
         graph=graph,
         window=window,
@@ -345,7 +345,7 @@ def _measure_window(graph: Graph, window: StepWindow) -> float:
     last = np.array([boundary.ends[window.last] for boundary in graph.boundaries])
     ends_ns = graph.activities.end_ns[last].astype(np.float64)
     lengths_ns = ends_ns - _find_measured_starts(graph, window)
-    return float(lengths_ns.mean()) / window.steps
+    return float(lengths_ns.mean()) / window.steps + graph.beside_ns
 
 
 def _explain_doubt(trust: Trust) -> str:
@@ -405,7 +405,7 @@ def find_critical_path(found: Replay) -> CriticalPath:
     is_inside[window.places] = True
     places = []
     own_ns = []
-    left_ns = int(found.step_ns * window.steps)
+    left_ns = int((found.step_ns - graph.beside_ns) * window.steps)
     while place >= 0 and left_ns > 0:
         edge = int(found.binding[place])
         began_ns = int(found.start_ns[place])

@@ -11,6 +11,7 @@ from megatron_lite.analysis.graph.host_lanes import HostLanes, HostWaits
 from megatron_lite.analysis.graph.parts import ALL_NS, Parts
 from megatron_lite.analysis.graph.rank_input import RankInput
 from megatron_lite.analysis.intervals import Flags, Integers
+from megatron_lite.analysis.ranks.calls import POINT_TO_POINT, What
 from megatron_lite.analysis.trace.columns import Kind
 
 WAITS_FOR_EVENT = re.compile(r"(cuda|hip|cu|mu|musa)StreamWaitEvent")
@@ -70,17 +71,12 @@ def add_work(
     nowhere = np.full(len(rows), -1)
     activities = WorkActivities(nowhere.copy(), nowhere.copy())
     place_of_call = np.searchsorted(rows, calls.rows)
-    is_call = np.zeros(len(rows), bool)
-    is_call[place_of_call] = True
-    met_ns = np.full(len(rows), -1, np.int64)
-    met_ns[place_of_call] = last_arrival_ns
-    step = _find_steps(one, rows)
+    traits = _describe_work(one, rows, place_of_call, last_arrival_ns)
     lanes = []
     for device, number, place in _sort_by_lane(one, rows):
         launched_ns = np.maximum.accumulate(called_ns[place])
         lane = WorkLane(device, number, rows[place], place, launched_ns)
-        traits = _Traits(is_call[place], met_ns[place], step[place])
-        _add_lane(parts, one, lane, activities, traits)
+        _add_lane(parts, one, lane, activities, traits.choose(place))
         lanes.append(lane)
     of_calls = WorkActivities(activities.begin[place_of_call], activities.finish[place_of_call])
     return RankWork(rows, activities, tuple(lanes), of_calls)
@@ -113,13 +109,82 @@ def _find_steps(one: RankInput, rows: Integers) -> Integers:
     return one.find_step(one.called_ns)
 
 
+def _find_recomputed(one: RankInput, rows: Integers) -> Flags:
+    """Tell for each piece of device work (bool [k]) whether it was launched where forward is computed once more."""
+    launch = one.trace.launch_of[rows]
+    events = one.trace.events
+    found = np.zeros(len(rows), bool)
+    for thread, cover in one.recomputing.items():
+        is_mine = (launch >= 0) & (events.thread[launch] == thread)
+        found |= is_mine & cover.holds(events.start_ns[launch])
+    return found
+
+
 @dataclass(frozen=True)
 class _Traits:
-    """Traits of k pieces of work of a lane."""
+    """Traits of k pieces of work."""
 
     is_call: Flags  # [k], collectives
     met_ns: Integers  # [k], when the last rank came; -1: not known
     step: Integers  # [k], numbers of steps; -1: none
+    phase: Integers  # [k], index into Graph.phases; -1: none
+    is_again: Flags  # [k], launched where forward is computed once more
+    num_bytes: Integers  # [k], of collectives; -1: not known
+    is_pair: Flags  # [k], sends and receives
+
+    def choose(self, place: Integers) -> "_Traits":
+        """Choose pieces by their places."""
+        return _Traits(
+            is_call=self.is_call[place],
+            met_ns=self.met_ns[place],
+            step=self.step[place],
+            phase=self.phase[place],
+            is_again=self.is_again[place],
+            num_bytes=self.num_bytes[place],
+            is_pair=self.is_pair[place],
+        )
+
+
+def _read_bytes(what: What) -> int:
+    """The size of a collective, -1 where it is not recorded."""
+    return -1 if what.num_bytes is None else what.num_bytes
+
+
+def _describe_work(
+    one: RankInput,
+    rows: Integers,
+    place_of_call: Integers,
+    last_arrival_ns: Integers,
+) -> _Traits:
+    """Describe all work of a rank.
+
+    Args:
+        one: the rank.
+        rows: [w], of the trace.
+        place_of_call: [c], the places of collectives among them.
+        last_arrival_ns: [c], when the last rank came, on the clock of all; -1: not known.
+    """
+    calls = one.calls
+    is_call = np.zeros(len(rows), bool)
+    is_call[place_of_call] = True
+    met_ns = np.full(len(rows), -1, np.int64)
+    met_ns[place_of_call] = last_arrival_ns
+    num_bytes = np.full(len(rows), -1, np.int64)
+    num_bytes[place_of_call] = [_read_bytes(what) for what in calls.whats]
+    is_pair = np.zeros(len(rows), bool)
+    is_pair[place_of_call] = [what.kind in POINT_TO_POINT for what in calls.whats]
+    phase = one.number_phases(one.placing.phase[rows])
+    # a sum of gradients may begin when backward is through: it belongs to what called it
+    phase[place_of_call] = [one.phases[name] if name else -1 for name in calls.phase]
+    return _Traits(
+        is_call=is_call,
+        met_ns=met_ns,
+        step=_find_steps(one, rows),
+        phase=phase,
+        is_again=_find_recomputed(one, rows),
+        num_bytes=num_bytes,
+        is_pair=is_pair,
+    )
 
 
 def _add_lane(
@@ -145,7 +210,6 @@ def _add_lane(
     is_kernel = events.kind[lane.rows] == Kind.KERNEL
     kinds = np.where(is_kernel, ActivityKind.KERNEL, ActivityKind.COPY)
     kinds = np.where(traits.is_call, ActivityKind.TRANSFER, kinds)
-    phases = one.number_phases(one.placing.phase[lane.rows])
     names = one.number_names(lane.rows)
     of_all = parts.add_lane(one.at, lane.name)
     number = parts.add(
@@ -154,13 +218,15 @@ def _add_lane(
         pieces.end_ns,
         np.where(pieces.is_arrival, ActivityKind.ARRIVAL, kinds[pieces.of]),
         step=traits.step[pieces.of],
-        phase=phases[pieces.of],
+        phase=traits.phase[pieces.of],
         name=names[pieces.of],
         row=lane.rows[pieces.of],
+        again_ns=np.where(traits.is_again[pieces.of], pieces.end_ns - pieces.start_ns, 0),
+        num_bytes=np.where(pieces.is_arrival, -1, traits.num_bytes[pieces.of]),
     )
     activities.begin[lane.place] = number[~pieces.is_second]
     activities.finish[lane.place[pieces.of]] = number
-    _chain(parts, one, lane, number, pieces)
+    _chain(parts, one, lane, number, pieces, traits.is_pair)
 
 
 @dataclass(frozen=True)
@@ -207,11 +273,23 @@ def _chain(
     lane: WorkLane,
     number: Integers,
     pieces: _Pieces,
+    is_pair: Flags,
 ) -> None:
-    """Let each piece of work wait for the one before it on its lane."""
+    """Let each piece of work wait for the one before it on its lane.
+
+    Args:
+        parts: all activities and edges; they grow.
+        one: the rank.
+        lane: k pieces of work.
+        number: [p], the activities.
+        pieces: what they are parts of.
+        is_pair: [k], sends and receives, which a backend's thread does not put in order.
+    """
     follows = pieces.start_ns[1:] >= pieces.end_ns[:-1]
     if lane.device < 0:
         # a backend's thread may have several under way at once
+        is_free = is_pair[pieces.of[:-1]] | is_pair[pieces.of[1:]]
+        follows &= pieces.is_second[1:] | ~is_free
         earlier = number[:-1][follows]
         later = number[1:][follows]
         parts.connect(earlier, later, EdgeKind.STREAM)

@@ -155,17 +155,22 @@ def _multiply(part: int | None, ranks: int | None) -> int | None:
     return part * ranks
 
 
-def _find_first_tensor(shapes: Shapes) -> tuple[Sequence[int], str]:
-    """Find the dimensions and the type of the first tensor that has any; ((), "") where none has."""
+def _find_first_tensor(shapes: Shapes) -> tuple[Sequence[int] | None, str]:
+    """Find the dimensions and the type of the first tensor, of one with dimensions before one without; (None, "") where
+    there is no tensor."""
     for dims, dtype in zip(shapes.dims, shapes.dtypes):
         if dims and all(isinstance(size, int) for size in dims):
             return dims, dtype
-    return (), ""
+    is_tensor = [not dims and bool(dtype_bytes(dtype)) for dims, dtype in zip(shapes.dims, shapes.dtypes)]
+    if True not in is_tensor:
+        return None, ""
+    first = is_tensor.index(True)
+    return (), shapes.dtypes[first]
 
 
-def _count_elements(kind: str, dims: Sequence[int], ranks: int | None) -> int | None:
+def _count_elements(kind: str, dims: Sequence[int] | None, ranks: int | None) -> int | None:
     """Count the elements of a collective on a tensor with these dimensions; None where that is not known."""
-    if not dims:
+    if dims is None:
         return None
     elements = math.prod(dims)
     if kind == "all_gather":

@@ -79,16 +79,19 @@ def add_edges(
     source: Integers,
     target: Integers,
     kind: EdgeKind,
+    lag_ns: ArrayLike = 0,
 ) -> Graph:
-    """Let activities wait for others, as soon as these have ended.
+    """Let activities wait for others.
 
     Args:
         graph: the graph.
         source: [k]; one that does not stand before its target is left out.
         target: [k].
         kind: why they wait.
+        lag_ns: [k] or one for all, from the end of the source to the start of the target.
     """
     is_possible = source < target
+    lags_ns = np.broadcast_to(np.asarray(lag_ns, np.int64), len(source))[is_possible]
     source = source[is_possible]
     target = target[is_possible]
     edges = graph.edges
@@ -96,7 +99,7 @@ def add_edges(
         source=np.concatenate([edges.source, source]).astype(np.int32),
         target=np.concatenate([edges.target, target]).astype(np.int32),
         kind=np.concatenate([edges.kind, np.full(len(source), kind)]).astype(np.uint8),
-        lag_ns=np.concatenate([edges.lag_ns, np.zeros(len(source), np.int64)]),
+        lag_ns=np.concatenate([edges.lag_ns, lags_ns]),
     )
     order = np.argsort(joined.target, kind="stable")
     return replace(graph, edges=_choose(joined, order))

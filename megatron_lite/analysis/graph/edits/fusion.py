@@ -1,8 +1,8 @@
-"""Operators of a phase that are called once instead of once per tensor, as foreach and fused optimizers do."""
+"""Operators of a phase that are called once instead of once per tensor, as foreach does, and updates in one pass."""
 
 import numpy as np
 
-from megatron_lite.analysis.graph.edits.change import find_firsts, set_work
+from megatron_lite.analysis.graph.edits.change import find_firsts, scale_work, set_work
 from megatron_lite.analysis.graph.graph import ActivityKind, Graph
 from megatron_lite.analysis.intervals import Integers
 
@@ -71,3 +71,61 @@ def _shorten_python(
     works_ns = graph.activities.work_ns[between]
     price_ns = np.minimum(works_ns, np.median(works_ns))
     return set_work(graph, between, works_ns - (1 - kept) * price_ns)
+
+
+# of an element, how often point-wise operators of an optimizer read or write it; names without "_foreach_" and "_"
+ACCESSES = {
+    "mul": 2,
+    "add": 3,
+    "sub": 3,
+    "div": 2,
+    "lerp": 3,
+    "addcmul": 3,
+    "addcdiv": 4,
+    "sqrt": 2,
+    "neg": 2,
+    "maximum": 3,
+    "zero": 1,
+}
+# weight, gradient and two moments are read, and all but the gradient written
+FUSED_ACCESSES = 7
+LAST_OF_UPDATE = "addcdiv"  # Adam's step; one for each tensor
+
+
+def fuse_update(graph: Graph, phase: str) -> Graph:
+    """Let one pass over weights, gradients and moments take the place of a point-wise operator for each step of Adam's
+    formula (fused=True).
+
+    An operator takes its time for what it reads and writes of each element: all of them together shrink to what one
+    pass reads and writes. A phase without such an update, or on a device, stays as it is.
+
+    Args:
+        graph: the graph.
+        phase: its name.
+    """
+    if any(boundary.on_device for boundary in graph.boundaries):
+        return graph
+    names = [_name_formula(name) for name in graph.names]
+    in_phase = graph.find_phase(phase)
+    accesses_of = np.array([*(ACCESSES.get(name, 0) for name in names), 0])
+    is_last_of = np.array([*(name == LAST_OF_UPDATE for name in names), False])
+    called = np.flatnonzero(in_phase & graph.find_kind(ActivityKind.OPERATOR))
+    if not len(called):
+        return graph
+    _, firsts = _number_calls(graph, called)
+    accesses = accesses_of[graph.activities.name[firsts]]
+    updates = int(is_last_of[graph.activities.name[firsts]].sum())
+    if not updates:
+        return graph
+    kept = min(FUSED_ACCESSES * updates / accesses.sum(), 1.0)
+    pointwise = called[accesses_of[graph.activities.name[called]] > 0]
+    between = in_phase & graph.find_kind(ActivityKind.PYTHON)
+    graph = scale_work(graph, pointwise, kept)
+    # Python's loop over tensors is no more
+    calls_kept = 1 - len(pointwise) / len(called)
+    return _shorten_python(graph, np.flatnonzero(between), calls_kept)
+
+
+def _name_formula(name: str) -> str:
+    """The step of a formula that an operator computes: "mul" of "aten::_foreach_mul_"."""
+    return name.removeprefix("aten::").removeprefix("_foreach").strip("_")

@@ -1,0 +1,431 @@
+"""Collectives that are merged or split: gradients in buckets of another size, or summed while backward goes on."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_lite.analysis.graph.edits.accumulation import SUMMED_IN
+from megatron_lite.analysis.graph.edits.change import (
+    add_edges,
+    drop_delays,
+    drop_edges,
+    find_arrivals,
+    set_work,
+)
+from megatron_lite.analysis.graph.edits.cores import give_back_cores
+from megatron_lite.analysis.graph.graph import ON_DEVICE, ON_HOST, ActivityKind, EdgeKind, Graph
+from megatron_lite.analysis.intervals import Flags, Integers
+from megatron_lite.phases import Phase
+
+SMALL_BYTES = 4096  # what is not larger takes the latency
+MIN_SIZES_RATIO = 2.0  # between the largest and the smallest collective: closer ones do not tell latency from bandwidth
+
+
+@dataclass(frozen=True)
+class TransferModel:
+    """The time of a collective by its size, once all ranks have come."""
+
+    latency_ns: float
+    ns_per_byte: float
+
+    def predict(self, num_bytes: float) -> float:
+        """Predict the time of a collective of so many bytes, ns."""
+        return self.latency_ns + self.ns_per_byte * num_bytes
+
+
+def fit_transfers(
+    graph: Graph,
+    chosen: Flags,
+) -> TransferModel | None:
+    """Fit latency and bandwidth of collectives to the median time of each size.
+
+    Args:
+        graph: the graph.
+        chosen: [n], transfers of collectives of one kind and group.
+
+    Returns:
+        None where sizes are not recorded, or are too much alike.
+    """
+    transfers = np.flatnonzero(chosen & (graph.activities.work_ns > 0))
+    num_bytes = graph.activities.num_bytes[transfers]
+    if not len(transfers) or num_bytes.min() <= 0:
+        return None
+    sizes, group = np.unique(num_bytes, return_inverse=True)
+    works_ns = graph.activities.work_ns[transfers]
+    if sizes[-1] <= SMALL_BYTES:
+        return TransferModel(float(np.median(works_ns)), 0.0)
+    if sizes[-1] < MIN_SIZES_RATIO * sizes[0]:
+        return None
+    medians_ns = [float(np.median(works_ns[group == at])) for at in range(len(sizes))]
+    weights = np.sqrt(np.bincount(group))
+    slope, latency = np.polyfit(sizes, medians_ns, 1, w=weights)
+    if slope < 0:
+        slope = 0.0
+    return TransferModel(max(float(latency), 0.0), float(slope))
+
+
+def resize_buckets(
+    graph: Graph,
+    bucket_bytes: float,
+    first_bytes: float | None = None,
+) -> Graph:
+    """Sum gradients in buckets of about so many bytes.
+
+    Neighbors are summed together: the last of them, for which all gradients are there, takes what the sum of their
+    bytes takes, the others and the calls that hand them over nothing. A bucket that is larger is summed in parts, whose
+    gradients are ready at even intervals since the bucket before.
+
+    Args:
+        graph: the graph; it stays as it is where sizes are not recorded, or do not tell latency from bandwidth.
+        bucket_bytes: a bucket is full with so many.
+        first_bytes: the same of the first bucket of a step; None: as the others.
+    """
+    sums = find_gradient_sums(graph)
+    model = fit_transfers(graph, sums)
+    if model is None:
+        return graph
+    graph = _merge(graph, sums, model, bucket_bytes, first_bytes or bucket_bytes)
+    return _split(graph, sums, bucket_bytes, model)
+
+
+def merge_collectives(
+    graph: Graph,
+    chosen: Flags,
+) -> Graph:
+    """Let one collective take the place of all of a step that are chosen, when the last of them is handed over.
+
+    Args:
+        graph: the graph; it stays as it is where sizes are not recorded, or do not tell latency from bandwidth.
+        chosen: [n], transfers of collectives of one kind and group.
+    """
+    model = fit_transfers(graph, chosen)
+    if model is None:
+        return graph
+    return _merge(graph, chosen, model, math.inf, math.inf)
+
+
+def sum_in_backward(
+    graph: Graph,
+    chosen: Flags,
+    bucket_bytes: float,
+) -> Graph:
+    """Sum gradients in buckets while backward goes on, instead of one after the other behind it.
+
+    Gradients are ready at even intervals of backward, in the order of their bytes.
+
+    Args:
+        graph: the graph; it stays as it is where sizes are not recorded, or do not tell latency from bandwidth.
+        chosen: [n], transfers of sums of gradients behind backward.
+        bucket_bytes: of a bucket.
+    """
+    model = fit_transfers(graph, chosen)
+    if model is None:
+        return graph
+    graph = _merge(graph, chosen, model, math.inf, math.inf)
+    transfers = np.flatnonzero(chosen)
+    arrivals = find_arrivals(graph, transfers)
+    calls = graph.find_edges(EdgeKind.CALL, EdgeKind.LAUNCH, EdgeKind.EVENT)
+    is_called_late = np.isin(graph.edges.target[calls], arrivals)
+    graph = drop_edges(graph, calls[is_called_late])
+    for buckets in _list_by_step(graph, chosen):
+        last = find_arrivals(graph, buckets[-1:])
+        backward = _find_last_of_backward(graph, int(buckets[-1]))
+        graph = add_edges(graph, backward, last[: len(backward)], EdgeKind.CALL)
+    return _split(graph, chosen, bucket_bytes, model)
+
+
+def _find_last_of_backward(graph: Graph, transfer: int) -> Integers:
+    """Find the last activity of backward in the step and on the rank of a transfer: int64 [1]; [0] for none."""
+    activities = graph.activities
+    kinds = ON_DEVICE if any(boundary.on_device for boundary in graph.boundaries) else ON_HOST
+    is_same = (activities.step == activities.step[transfer]) & (graph.rank == graph.rank[transfer])
+    is_backward = graph.find_phase(Phase.BACKWARD.value) & graph.find_kind(*kinds)
+    return np.flatnonzero(is_same & is_backward)[-1:]
+
+
+@dataclass(frozen=True)
+class _Merged:
+    """Transfers that also sum the gradients of those before them."""
+
+    kept: Integers  # [g], the last transfer of each
+    num_bytes: Integers  # [g], of all of it
+    left_out: Integers  # [k], transfers of the others
+
+
+def _merge(
+    graph: Graph,
+    chosen: Flags,
+    model: TransferModel,
+    bucket_bytes: float,
+    first_bytes: float,
+) -> Graph:
+    """Merge neighbors until a bucket is full.
+
+    Args:
+        graph: the graph.
+        chosen: [n], transfers.
+        model: their times.
+        bucket_bytes: of a full bucket.
+        first_bytes: of the first one of a step.
+    """
+    merged = _merge_neighbors(graph, chosen, bucket_bytes, first_bytes)
+    graph = _leave_out(graph, merged.left_out)
+    works_ns = model.latency_ns + model.ns_per_byte * merged.num_bytes
+    is_changed = merged.num_bytes != graph.activities.num_bytes[merged.kept]
+    graph = set_work(graph, merged.kept[is_changed], np.rint(works_ns[is_changed]))
+    return _set_bytes(graph, merged)
+
+
+def _set_bytes(graph: Graph, merged: _Merged) -> Graph:
+    """Note how many bytes the merged transfers sum."""
+    num_bytes = graph.activities.num_bytes.copy()
+    num_bytes[merged.left_out] = 0
+    num_bytes[merged.kept] = merged.num_bytes
+    return replace(graph, activities=replace(graph.activities, num_bytes=num_bytes))
+
+
+def find_gradient_sums(graph: Graph) -> Flags:
+    """Tell for each activity (bool [n]) whether it transfers a sum of gradients."""
+    in_phases = np.zeros(len(graph.activities), bool)
+    for phase in SUMMED_IN:
+        in_phases |= graph.find_phase(phase)
+    return np.logical_and(in_phases, graph.find_kind(ActivityKind.TRANSFER))
+
+
+def _list_by_step(
+    graph: Graph,
+    chosen: Flags,
+) -> Iterator[Integers]:
+    """List the chosen transfers of each rank and step, in their order."""
+    sums = np.flatnonzero(chosen)
+    keys = np.stack([graph.rank[sums], graph.activities.step[sums]])
+    _, group = np.unique(keys, axis=1, return_inverse=True)
+    group = group.ravel()
+    for number in range(int(group.max(initial=-1)) + 1):
+        is_mine = group == number
+        yield sums[is_mine]
+
+
+def _group(
+    num_bytes: Integers,
+    bucket_bytes: float,
+    first_bytes: float,
+) -> list[slice]:
+    """Group neighbors until a bucket is full.
+
+    Args:
+        num_bytes: [k], of each.
+        bucket_bytes: of a full bucket.
+        first_bytes: of the first one.
+    """
+    groups = []
+    begun = 0
+    filled = 0
+    limit = first_bytes
+    for at, size in enumerate(num_bytes.tolist()):
+        filled += size
+        if filled >= limit:
+            groups.append(slice(begun, at + 1))
+            begun = at + 1
+            filled = 0
+            limit = bucket_bytes
+    if begun < len(num_bytes):
+        groups.append(slice(begun, len(num_bytes)))
+    return groups
+
+
+def _merge_neighbors(
+    graph: Graph,
+    chosen: Flags,
+    bucket_bytes: float,
+    first_bytes: float,
+) -> _Merged:
+    """Choose the transfers that sum the gradients of their neighbors, too.
+
+    Args:
+        graph: the graph.
+        chosen: [n], transfers.
+        bucket_bytes: of a full bucket.
+        first_bytes: of the first one of a step.
+    """
+    kept = []
+    sizes = []
+    left_out: list[Integers] = [np.empty(0, np.int64)]
+    for buckets in _list_by_step(graph, chosen):
+        num_bytes = graph.activities.num_bytes[buckets]
+        for group in _group(num_bytes, bucket_bytes, first_bytes):
+            kept.append(buckets[group][-1])
+            sizes.append(num_bytes[group].sum())
+            left_out.append(buckets[group][:-1])
+    return _Merged(np.array(kept), np.array(sizes), np.sort(np.concatenate(left_out)))
+
+
+def _leave_out(
+    graph: Graph,
+    transfers: Integers,
+) -> Graph:
+    """Leave out transfers, and the calls that hand them over; ranks do not wait for each other in them.
+
+    Args:
+        graph: the graph.
+        transfers: in order.
+    """
+    arrivals = find_arrivals(graph, transfers)
+    calls = find_calls(graph, arrivals)
+    graph = give_back_cores(graph, transfers)
+    graph = set_work(graph, np.concatenate([transfers, arrivals, calls]), 0)
+    graph = drop_delays(graph, np.concatenate([transfers, arrivals]))
+    meetings = graph.find_edges(EdgeKind.MEETING)
+    is_left_out = np.isin(graph.edges.target[meetings], transfers)
+    return drop_edges(graph, meetings[is_left_out])
+
+
+def find_calls(graph: Graph, arrivals: Integers) -> Integers:
+    """Find what a thread does to hand collectives over to a backend: int64, at most one for each.
+
+    Args:
+        graph: the graph.
+        arrivals: the first activity of each.
+    """
+    edges = graph.edges
+    calls = graph.find_edges(EdgeKind.CALL)
+    is_meant = np.isin(edges.target[calls], arrivals)
+    before = edges.source[calls[is_meant]]
+    orders = graph.find_edges(EdgeKind.THREAD)
+    follows = np.isin(edges.source[orders], before)
+    handing_over = edges.target[orders[follows]].astype(np.int64)
+    is_operator = graph.find_kind(ActivityKind.OPERATOR)[handing_over]
+    return handing_over[is_operator]
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """An edge that is added."""
+
+    source: int
+    target: int
+    lag_ns: float
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """A transfer that may be split."""
+
+    transfer: int
+    arrival: int
+    ready: int  # what its last gradients come from; -1: not known
+    before: int  # the transfer before it in the step; -1: none
+    since: int  # what that one's last gradients come from; -1: none
+
+
+def _split(
+    graph: Graph,
+    chosen: Flags,
+    bucket_bytes: float,
+    model: TransferModel,
+) -> Graph:
+    """Sum larger buckets in parts, one after the other: what is left of a bucket is its last part.
+
+    Args:
+        graph: the graph.
+        chosen: [n], transfers.
+        bucket_bytes: of a part.
+        model: times of transfers.
+    """
+    works_ns = graph.activities.work_ns.copy()
+    waits: list[_Wait] = []
+    for bucket in _describe_buckets(graph, chosen):
+        num_bytes = graph.activities.num_bytes[bucket.transfer]
+        parts = int(num_bytes // bucket_bytes)
+        if parts > 1 and bucket.ready >= 0:
+            part_ns = model.predict(num_bytes / parts)
+            works_ns[bucket.transfer] = round(part_ns)
+            waits += _wait_for_parts(graph, bucket, parts, part_ns)
+    if not waits:
+        return graph
+    source = np.array([wait.source for wait in waits])
+    target = np.array([wait.target for wait in waits])
+    lags_ns = np.array([wait.lag_ns for wait in waits])
+    graph = replace(graph, activities=replace(graph.activities, work_ns=works_ns))
+    return add_edges(graph, source, target, EdgeKind.CALL, np.rint(lags_ns))
+
+
+def _describe_buckets(graph: Graph, chosen: Flags) -> Iterator[_Bucket]:
+    """Describe the transfers that take any time, step by step."""
+    ready_of = _find_ready(graph)
+    for buckets in _list_by_step(graph, chosen):
+        mine = buckets[graph.activities.work_ns[buckets] > 0]
+        arrivals = find_arrivals(graph, mine)
+        before = -1
+        since = -1
+        for transfer, arrival in zip(mine.tolist(), arrivals.tolist()):
+            ready = int(ready_of[arrival])
+            yield _Bucket(transfer, arrival, ready, before, since)
+            before = transfer
+            since = ready
+
+
+def _wait_for_parts(
+    graph: Graph,
+    bucket: _Bucket,
+    parts: int,
+    part_ns: float,
+) -> list[_Wait]:
+    """List what the last part of a bucket waits for: a part that could begin then, and those from it to the last.
+
+    Args:
+        graph: the graph.
+        bucket: that is split.
+        parts: how many there are.
+        part_ns: what each takes.
+    """
+    waits = []
+    for number, source in enumerate(_find_even(graph, bucket, parts), 1):
+        lag_ns = (parts - number) * part_ns
+        waits.append(_Wait(source, bucket.arrival, lag_ns))
+    if bucket.before >= 0:
+        # the first part begins behind the bucket before
+        lag_ns = (parts - 1) * part_ns
+        waits.append(_Wait(bucket.before, bucket.arrival, lag_ns))
+    return waits
+
+
+def _find_ready(graph: Graph) -> Integers:
+    """Find what each activity waits for that computes what it needs: int64 [n]; -1 for nothing known."""
+    edges = graph.edges
+    found = np.full(len(graph.activities), -1, np.int64)
+    # an event tells more than the launch
+    for kind in (EdgeKind.LAUNCH, EdgeKind.CALL, EdgeKind.EVENT):
+        numbers = graph.find_edges(kind)
+        found[edges.target[numbers]] = edges.source[numbers]
+    return found
+
+
+def _find_even(
+    graph: Graph,
+    bucket: _Bucket,
+    parts: int,
+) -> list[int]:
+    """Find the activities that end when another part of the time has passed in which a bucket's gradients are computed.
+
+    Args:
+        graph: the graph.
+        bucket: whose gradients come from the lane of `ready`, since those of the bucket before or the phase's begin.
+        parts: how many there are; the last one ends with `ready`.
+    """
+    activities = graph.activities
+    last = bucket.ready
+    is_meant = activities.lane == activities.lane[last]
+    for column in (activities.phase, activities.step):
+        is_meant &= column == column[last]
+    numbers = np.flatnonzero(is_meant)
+    numbers = numbers[(numbers > bucket.since) & (numbers <= last)]
+    if not len(numbers):
+        return []
+    done_ns = np.cumsum(activities.work_ns[numbers])
+    wanted_ns = done_ns[-1] * np.arange(1, parts) / parts
+    at = np.searchsorted(done_ns, wanted_ns)
+    found: list[int] = numbers[at].tolist()
+    return found
