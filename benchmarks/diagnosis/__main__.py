@@ -11,12 +11,12 @@ import argparse
 import sys
 from pathlib import Path
 
+from benchmarks.diagnosis.answer import TOOLS, answer_runs
 from benchmarks.diagnosis.claims import read_answer
 from benchmarks.diagnosis.make import make_run, read_truth
 from benchmarks.diagnosis.manifest import MIN_SHARE, Run, read_classes, read_manifest
 from benchmarks.diagnosis.score import (
     RunScore,
-    read_core_wait,
     render_classes,
     render_mistakes,
     render_tools,
@@ -37,7 +37,7 @@ def make(runs: list[Run], folder: Path, public: Path | None) -> int:
             failed += 1
             print(f"not made: {error}", flush=True)
             continue
-        print(f"made {run.name}", *map(describe_truth, read_truth(target)), flush=True)
+        print(f"made {run.name}", *map(describe_truth, read_truth(run, folder)), flush=True)
     return failed
 
 
@@ -57,7 +57,7 @@ def score(runs: list[Run], folder: Path) -> int:
         for run in runs:
             path = answers / f"{run.name}.json"
             if path.exists():
-                core_wait = read_core_wait(folder / "runs" / run.name)
+                core_wait = max((truth["core_wait_share"] for truth in read_truth(run, folder)), default=0.0)
                 found.append(score_run(run, read_answer(path), classes, core_wait))
         tools[answers.name] = found
     print("\n".join([*render_tools(tools), "", *render_classes(tools)]))
@@ -74,12 +74,18 @@ def main(words: list[str] | None = None) -> int:
     making.add_argument("--public", type=Path)
     scoring = commands.add_parser("score")
     scoring.add_argument("folder", type=Path)
-    for one in (making, scoring):
+    running = commands.add_parser("run")
+    running.add_argument("tool", choices=TOOLS)
+    running.add_argument("folder", type=Path)
+    running.add_argument("--python", default=sys.executable, help="of the environment that has the tool")
+    for one in (making, scoring, running):
         one.add_argument("--only", nargs="+", default=[], help="names of runs")
     given = parser.parse_args(words)
     runs = [run for run in read_manifest() if not given.only or run.name in given.only]
     if given.command == "make":
         return make(runs, given.folder.resolve(), given.public)
+    if given.command == "run":
+        return answer_runs(given.tool, runs, given.folder.resolve(), given.python)
     return score(runs, given.folder.resolve())
 
 

@@ -14,6 +14,7 @@ from benchmarks.diagnosis.manifest import Run
 REPO = Path(__file__).parents[2]
 LIMIT_S = 240
 PROGRAMS = "benchmarks.diagnosis.programs"
+HERE_PROGRAMS = Path(__file__).parent / "programs.py"
 # the trainer of this repository, profiled by its own flags
 TRAINER_FLAGS = (
     "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256 --mock-data "
@@ -41,6 +42,7 @@ def make_run(run: Run, folder: Path, public: Path | None) -> None:
             rank.write(folder)
     elif run.kind == "program":
         start(run, build_program_command(run, ["--trace", str(folder)]), folder)
+        move_truth(run, folder)
     elif run.kind == "trainer":
         words = [*TRAINER_FLAGS.split(), *run.recipe.format(folder=folder).split()]
         words += ["--run-dir", str(folder), "--tensorboard-dir", str(folder / "tensorboard")]
@@ -107,6 +109,19 @@ def start(run: Run, command: Sequence[str], folder: Path | None = None) -> str:
     return ended.stdout
 
 
-def read_truth(folder: Path) -> list[dict]:
-    """Read what programs measured beside their traces."""
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("truth_rank*.json"))]
+def move_truth(run: Run, folder: Path) -> None:
+    """Move what a program measured away from its traces: some tools take every JSON file for one."""
+    for path in folder.glob("truth_rank*.json"):
+        target = find_truth(run, folder.parents[1])
+        target.mkdir(parents=True, exist_ok=True)
+        path.rename(target / path.name)
+
+
+def find_truth(run: Run, folder: Path) -> Path:
+    """Find the folder with what a run's programs measured, in the benchmark's folder."""
+    return folder / "truth" / run.name
+
+
+def read_truth(run: Run, folder: Path) -> list[dict]:
+    """Read what a run's programs measured, a record per rank; none for runs that are no programs."""
+    return [json.loads(path.read_text()) for path in sorted(find_truth(run, folder).glob("truth_rank*.json"))]

@@ -6,11 +6,9 @@ than 10% of the recorded steps, a claim of the class "cores" is true but not wha
 the next claim is the first. A claim that says only where the time goes has no class: it is right or wrong by its family.
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from benchmarks.diagnosis.claims import HIGH, Answer, Claim
 from benchmarks.diagnosis.manifest import CauseClass, Run
@@ -48,12 +46,6 @@ class RunScore:
     high: int = 0
     high_right: int = 0
     said_first: str = ""
-
-
-def read_core_wait(folder: Path) -> float:
-    """Read the largest share of the recorded steps for which a rank waited for a core; 0 where it was not measured."""
-    shares = [json.loads(path.read_text())["core_wait_share"] for path in folder.glob("truth_rank*.json")]
-    return max(shares, default=0.0)
 
 
 def score_run(run: Run, answer: Answer, classes: dict[str, CauseClass], core_wait: float = 0.0) -> RunScore:

@@ -6,7 +6,7 @@ the healthy one (a model whose work is tiny is slow whatever its loop does), `cu
 
 from typing import ClassVar
 
-from benchmarks.diagnosis.made.rank import AUTOGRAD_THREAD, COPY_STREAM, MAIN_THREAD
+from benchmarks.diagnosis.made.rank import COPY_STREAM, MAIN_THREAD
 from benchmarks.diagnosis.made.training import (
     ADD,
     BF16,
@@ -414,28 +414,25 @@ class Recomputes(Training):
     """Each block runs again in backward (torch.utils.checkpoint), while 70 of 80 GiB are free; stacks and memory are recorded."""
 
     has_stacks = True
+    activation_bytes = 16 << 20
 
     def forward_layer(self, rank, index):
         super().forward_layer(rank, index)
         if rank.thread == MAIN_THREAD:
-            rank.record_memory(16 << 20)
+            rank.record_memory(self.activation_bytes)
 
-    def backward_node(self, rank, index):
-        rank.open("autograd::engine::evaluate_function: CheckpointFunctionBackward", "cpu_op")
-        rank.open("CheckpointFunctionBackward", "cpu_op")
+    def backward_layer(self, rank, index):
         start = rank.host_us
+        rank.python(2.0)
+        begun = rank.host_us
+        rank.python(2.0)
         self.forward_layer(rank, index)
-        rank.record(
-            "python_function",
-            "torch/utils/checkpoint.py(292): backward",
-            start - 1,
-            rank.host_us + 1,
-            thread=AUTOGRAD_THREAD,
-        )
-        super().backward_node(rank, index)
-        rank.record_memory(-(16 << 20))
-        rank.close()
-        rank.close()
+        rank.record("python_function", "torch/utils/checkpoint.py(1521): recompute_fn", begun, rank.host_us)
+        rank.python(2.0)
+        rank.record("python_function", "torch/utils/checkpoint.py(1124): unpack_hook", start, rank.host_us)
+        rank.python(2.0)
+        super().backward_layer(rank, index)
+        rank.record_memory(-self.activation_bytes)
 
 
 class AnomalyMode(Training):
@@ -504,33 +501,15 @@ class ShardsWithPrefetch(Training):
         self.communicate("_reduce_scatter_base", 60e6, beside=True)
 
 
-class RecomputesForWant(Training):
+class RecomputesForWant(Recomputes):
     """Blocks run again in backward, in memory that is full: 78 of 79 GiB."""
+
+    activation_bytes = 448 << 20
 
     def __init__(self, ranks=1, seed=1):
         super().__init__(ranks, seed)
         for rank in self.ranks:
             rank.allocated_bytes = 74 << 30
-
-    has_stacks = True
-
-    def forward_layer(self, rank, index):
-        super().forward_layer(rank, index)
-        if rank.thread == MAIN_THREAD:
-            rank.record_memory(448 << 20)
-
-    def backward_node(self, rank, index):
-        start = rank.host_us
-        self.forward_layer(rank, index)
-        rank.record(
-            "python_function",
-            "torch/utils/checkpoint.py(292): backward",
-            start - 1,
-            rank.host_us + 1,
-            thread=AUTOGRAD_THREAD,
-        )
-        super().backward_node(rank, index)
-        rank.record_memory(-(448 << 20))
 
 
 class LoaderNearlyLate(Training):

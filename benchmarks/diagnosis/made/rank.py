@@ -7,6 +7,7 @@ waits for the device goes on SYNC_US after the device has ended. All times are m
 
 import gzip
 import json
+import math
 import random
 from collections import deque
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from pathlib import Path
 MAIN_THREAD, AUTOGRAD_THREAD = 4100, 4188
 COMPUTE_STREAM, NCCL_STREAM, COPY_STREAM = 7, 24, 28
 LAUNCH_US = 4.5
+RANGE_US = 0.4  # before, behind and between what lies inside of an operation or a range
 LAUNCH_LATENCY_US = 6.0
 BETWEEN_KERNELS_US = 0.9
 SYNC_US = 8.0
@@ -100,6 +102,8 @@ class Rank:
         self.allocated_bytes = 9 << 30
         self._starts: deque[float] = deque()
         self._open: list[tuple[str, str, float, int, dict]] = []
+        self._external_id = 0
+        self._frames = 0
         self._correlation = 7000
         self._collectives = 0
         self.has_stacks = False
@@ -116,6 +120,7 @@ class Rank:
         self.host_us += self.vary(us)
         if frame and self.has_stacks:
             self.record("python_function", frame, start, self.host_us)
+            self.host_us += RANGE_US
 
     def host_op(self, name: str, us: float, dims: Sequence = (), dtypes: Sequence[str] = ()) -> None:
         """Let the host run an operation of the CPU."""
@@ -128,16 +133,25 @@ class Rank:
         start = self.host_us
         self.host_us += self.vary(us)
         self.record("cuda_runtime", name, start, self.host_us, correlation=self.next_correlation())
+        self.host_us += RANGE_US
 
     def open(self, name: str, category: str = "user_annotation", dims: Sequence = (), dtypes: Sequence = ()) -> None:
         """Begin a range or an operation, which `close` ends."""
-        more = {"Input Dims": list(dims), "Input type": list(dtypes)} if category == "cpu_op" else {}
+        self._external_id += 1
+        more: dict[str, object] = {"External id": self._external_id, "Record function id": 0}
+        if category == "cpu_op" and dims:
+            strides = [[math.prod(shape[place + 1 :]) for place in range(len(shape))] for shape in dims]
+            more |= {"Input Dims": list(dims), "Input type": list(dtypes), "Input Strides": strides}
+            more |= {"Concrete Inputs": [""] * len(dims)}
         self._open.append((category, name, self.host_us, self.thread, more))
+        self.host_us += RANGE_US
 
     def close(self, **more: object) -> None:
         """End the range or operation that was begun last."""
         category, name, start, thread, known = self._open.pop()
+        self.host_us += RANGE_US
         self.record(category, name, start, self.host_us, thread=thread, **known, **more)
+        self.host_us += RANGE_US
 
     def synchronize(self, call: str = "cudaStreamSynchronize", stream: int | None = COMPUTE_STREAM) -> None:
         """Let the host wait for a stream, or for all of them."""
@@ -244,9 +258,18 @@ class Rank:
         """Add an event of the host."""
         if not self.recording:
             return
-        kept = {"External id": len(self.events) + 1} | {key: value for key, value in args.items() if value != []}
+        kept = dict(args)
+        if category == "python_function":
+            self._frames += 1
+            kept |= {"Python id": self._frames, "Python parent id": None}
+        elif category == "cuda_runtime":
+            kept = {"External id": self._find_external_id(), "cbid": 211} | kept
         event = {"ph": "X", "cat": category, "name": name, "pid": PROCESS, "tid": thread or self.thread}
         self.events.append(event | {"ts": EPOCH_US + start, "dur": end - start, "args": kept})
+
+    def _find_external_id(self) -> int:
+        """Number of the operation that the host is in."""
+        return self._open[-1][4]["External id"] if self._open else 0
 
     def record_launch(
         self,
@@ -264,8 +287,13 @@ class Rank:
             return
         correlation = self.next_correlation()
         self.record("cuda_runtime", call, called, self.host_us, correlation=correlation)
-        external = len(self.events) + 1
-        args = {"External id": external, "device": 0, "context": 1, "stream": stream, "correlation": correlation}
+        args = {
+            "External id": self._find_external_id(),
+            "device": 0,
+            "context": 1,
+            "stream": stream,
+            "correlation": correlation,
+        }
         event = {"ph": "X", "cat": category, "name": name, "pid": 0, "tid": stream, "ts": EPOCH_US + start}
         if category == "kernel":
             args |= {"registers per thread": 128, "grid": [132, 1, 1], "block": [256, 1, 1], "queued": 0}
