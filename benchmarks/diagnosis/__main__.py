@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.diagnosis.answer import TOOLS, answer_runs
 from benchmarks.diagnosis.claims import read_answer
 from benchmarks.diagnosis.make import make_run, read_truth
-from benchmarks.diagnosis.manifest import MIN_SHARE, Run, read_classes, read_manifest
+from benchmarks.diagnosis.manifest import Run, read_classes, read_manifest
 from benchmarks.diagnosis.score import (
     RunScore,
     render_classes,
@@ -42,10 +42,9 @@ def make(runs: list[Run], folder: Path, public: Path | None) -> int:
 
 
 def describe_truth(truth: dict) -> str:
-    """Write what a program measured: the planted share of the step, and waits for cores."""
+    """Write what a program measured: how much longer the step is than the twin's, and waits for cores."""
     share = 1.0 - truth["twin_ms"] / truth["step_ms"]
-    weak = "" if share >= MIN_SHARE else " (below the least)"
-    return f"planted {share:.0%}{weak} of {truth['step_ms']:.0f} ms, {truth['core_wait_share']:.0%} without a core;"
+    return f"planted {share:.0%} of {truth['step_ms']:.0f} ms, {truth['core_wait_share']:.0%} without a core;"
 
 
 def score(runs: list[Run], folder: Path) -> int:

@@ -10,7 +10,8 @@ from benchmarks.diagnosis.adapters import hta, ours, tracelens, traceml
 from benchmarks.diagnosis.claims import Answer, Claim, NotReadError, write_answer
 from benchmarks.diagnosis.manifest import Run
 
-ADAPTERS = Path(__file__).parent / "adapters"
+# a folder of their own: adapters/hta.py would hide the package of that name
+COLLECTORS = Path(__file__).parent / "collectors"
 TOOLS = ("report", "watch", "hta", "tracelens", "traceml")
 # names of the tables' columns
 TITLES = {
@@ -71,7 +72,7 @@ def collect_tables(tool: str, runs: Sequence[Run], folder: Path, raw: Path, pyth
     if folders:
         # HTA cuts times to whole microseconds if not asked otherwise
         environment = {**os.environ, "HTA_DISABLE_NS_ROUNDING": "1"}
-        command = [python, str(ADAPTERS / f"{tool}_collect.py"), str(raw), *folders]
+        command = [python, str(COLLECTORS / f"{tool}_tables.py"), str(raw), *folders]
         subprocess.run(command, env=environment, timeout=LIMIT_S, check=True)
 
 

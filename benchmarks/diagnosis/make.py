@@ -19,7 +19,7 @@ HERE_PROGRAMS = Path(__file__).parent / "programs.py"
 TRAINER_FLAGS = (
     "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256 --mock-data "
     "--tokenizer-type NullTokenizer --vocab-size 511 --num-workers 0 --micro-batch-size 4 --global-batch-size 8 --lr 1e-3 "
-    "--train-iters 26 --eval-iters 0 --log-interval 5 --profile --use-pytorch-profiler --profile-ranks -1 "
+    "--hidden-dropout 0 --attention-dropout 0 --train-iters 26 --eval-iters 0 --log-interval 5 --profile --use-pytorch-profiler --profile-ranks -1 "
     "--profile-step-start 15 --profile-step-end 21 --no-report"
 )
 

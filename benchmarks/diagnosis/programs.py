@@ -561,7 +561,7 @@ def main() -> None:
     parser.add_argument("name")
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--traceml", action="store_true")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=26)
     given = parser.parse_args()
     if globals()[given.name].ranks > 1:
         dist.init_process_group("gloo")

@@ -8,7 +8,7 @@ from support.trace_maker import gpu_run
 
 sys.path.insert(0, str(REPO))
 
-from benchmarks.diagnosis.adapters import hta, ours, traceml, tracelens
+from benchmarks.diagnosis.adapters import hta, ours, tracelens, traceml
 from benchmarks.diagnosis.claims import HIGH, LOW, Claim, NotReadError
 from benchmarks.diagnosis.manifest import read_classes
 from megatron_lite.analysis.findings.rules import RULES

@@ -24,7 +24,7 @@ def read_claims(found: dict) -> list[Claim]:
     """Read HTA's tables of a run.
 
     Args:
-        found: What hta_collect.py wrote.
+        found: What hta_tables.py wrote.
 
     Raises:
         NotReadError: HTA could not read the run.

@@ -18,7 +18,7 @@ from megatron_lite.analysis.report import Report
 from megatron_lite.errors import UserError
 
 HERE = Path(__file__).parent
-STEPS = 40
+STEPS = 26
 
 
 def read_meanings() -> dict[str, tuple[str, ...]]:

@@ -29,7 +29,7 @@ def read_claims(found: dict) -> list[Claim]:
     """Read TraceLens' tables of a run.
 
     Args:
-        found: What tracelens_collect.py wrote.
+        found: What tracelens_tables.py wrote.
 
     Raises:
         NotReadError: TraceLens could not read the run.

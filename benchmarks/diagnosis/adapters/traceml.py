@@ -21,7 +21,7 @@ from benchmarks.diagnosis.claims import HIGH, LOW, Claim, NotReadError
 from benchmarks.diagnosis.make import HERE_PROGRAMS, start
 from benchmarks.diagnosis.manifest import Run
 
-STEPS = 40
+STEPS = 26
 SECTIONS = ("step_time", "step_memory", "process", "system")
 MEANINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "INPUT_BOUND": (("slow-loader",), ()),

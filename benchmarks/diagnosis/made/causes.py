@@ -4,6 +4,7 @@ A class is mixed into a training: `build_training("transformer", ["SlowLoader"],
 the healthy one (a model whose work is tiny is slow whatever its loop does), `cure` has the attributes of the healthy twin.
 """
 
+from functools import partial
 from typing import ClassVar
 
 from benchmarks.diagnosis.made.rank import COPY_STREAM, MAIN_THREAD
@@ -89,15 +90,12 @@ class LogsToDisk(Training):
 class PythonInBackward(Training):
     """A custom autograd.Function whose backward loops in Python, in one layer."""
 
-    def backward_node(self, rank, index):
+    def backward_layer(self, rank, index):
         if index == self.layers // 2:
             rank.synchronize()  # it reads a tensor, as such functions do
-            rank.open("autograd::engine::evaluate_function: SegmentScanBackward", "cpu_op")
-            rank.open("SegmentScanBackward", "cpu_op")
-            rank.python(8_000.0)
-            rank.close()
-            rank.close()
-        super().backward_node(rank, index)
+            with rank.node("SegmentScanBackward"):
+                rank.python(8_000.0)
+        super().backward_layer(rank, index)
 
 
 class ReadsInLayers(Training):
@@ -112,8 +110,8 @@ class ReadsInLayers(Training):
         rank.read_value()
         rank.python(220.0)
 
-    def backward_node(self, rank, index):
-        super().backward_node(rank, index)
+    def backward_layer(self, rank, index):
+        super().backward_layer(rank, index)
         rank.kernel("aten::max", NORM, 12.0)
         rank.read_value()
         rank.python(220.0)
@@ -153,8 +151,8 @@ class SynchronizesPhases(Training):
         rank.synchronize("cudaDeviceSynchronize", None)
         rank.python(200.0)
 
-    def backward_node(self, rank, index):
-        super().backward_node(rank, index)
+    def backward_layer(self, rank, index):
+        super().backward_layer(rank, index)
         rank.synchronize("cudaDeviceSynchronize", None)
         rank.python(200.0)
 
@@ -332,10 +330,10 @@ class OffloadsActivations(Training):
         rank.copy("Memcpy DtoH (Device -> Pinned)", 24 << 20, 1_050.0, COPY_STREAM)
         rank.wait_for_stream(COPY_STREAM)
 
-    def backward_node(self, rank, index):
+    def backward_layer(self, rank, index):
         rank.copy("Memcpy HtoD (Pinned -> Device)", 24 << 20, 1_050.0, COPY_STREAM)
         rank.wait_for_stream(COPY_STREAM)
-        super().backward_node(rank, index)
+        super().backward_layer(rank, index)
 
 
 class SinglePrecision(Training):
@@ -357,18 +355,18 @@ class DoubleBlock(Training):
 class ChainsElementwise(Training):
     """A hand-written activation and norm: twenty elementwise kernels per layer and direction."""
 
-    def chain(self, rank):
+    def forward_layer(self, rank, index):
+        super().forward_layer(rank, index)
         for number in range(20):
             op, kernel = ("aten::mul", MULTIPLY) if number % 2 else ("aten::add", ADD)
             rank.elementwise(op, kernel, [4096, 8192], BF16, 3)
 
-    def forward_layer(self, rank, index):
-        super().forward_layer(rank, index)
-        self.chain(rank)
-
     def backward_layer(self, rank, index):
+        for number in range(20):
+            op, node = ("aten::mul", "MulBackward0") if number % 2 else ("aten::add", "AddBackward0")
+            with rank.node(node):
+                rank.elementwise(op, MULTIPLY if number % 2 else ADD, [4096, 8192], BF16, 3)
         super().backward_layer(rank, index)
-        self.chain(rank)
 
 
 class CopiesLayouts(Training):
@@ -389,25 +387,31 @@ class WritesScores(Transformer):
 
     def attention(self, rank, index):
         heads = self.width // 128
-        dims = [1, heads, self.tokens, self.tokens]
-        rank.matmul(heads * self.tokens, 128, self.tokens, BF16, "aten::bmm")
+        dims = [heads, self.tokens, self.tokens]
+        rank.matmul(self.tokens, 128, self.tokens, BF16, "aten::bmm", batch=heads)
         rank.elementwise("aten::div", MULTIPLY, dims, BF16)
         rank.elementwise("aten::masked_fill", MULTIPLY, dims, BF16, 3)
         rank.elementwise("aten::_softmax", SOFTMAX, dims, BF16)
         rank.elementwise("aten::native_dropout", DROPOUT, dims, BF16, 2.5)
-        rank.matmul(heads * self.tokens, self.tokens, 128, BF16, "aten::bmm")
+        rank.matmul(self.tokens, self.tokens, 128, BF16, "aten::bmm", batch=heads)
 
     def attention_backward(self, rank, index):
         heads = self.width // 128
-        dims = [1, heads, self.tokens, self.tokens]
-        for _ in range(2):
-            rank.matmul(heads * self.tokens, 128, self.tokens, BF16, "aten::bmm")
-        rank.elementwise("aten::native_dropout_backward", MULTIPLY, dims, BF16, 2.5)
-        rank.elementwise("aten::_softmax_backward_data", SOFTMAX_BACK, dims, BF16, 3)
-        rank.elementwise("aten::masked_fill", MULTIPLY, dims, BF16, 3)
-        rank.elementwise("aten::div", MULTIPLY, dims, BF16)
-        for _ in range(2):
-            rank.matmul(heads * self.tokens, self.tokens, 128, BF16, "aten::bmm")
+        dims = [heads, self.tokens, self.tokens]
+        with rank.node("BmmBackward0"):
+            rank.matmul(self.tokens, 128, self.tokens, BF16, "aten::bmm", batch=heads)
+            rank.matmul(self.tokens, self.tokens, 128, BF16, "aten::bmm", batch=heads)
+        for node, op, kernel, passes in (
+            ("NativeDropoutBackward0", "aten::native_dropout_backward", MULTIPLY, 2.5),
+            ("SoftmaxBackward0", "aten::_softmax_backward_data", SOFTMAX_BACK, 3),
+            ("MaskedFillBackward0", "aten::masked_fill", MULTIPLY, 3),
+            ("DivBackward0", "aten::div", MULTIPLY, 2),
+        ):
+            with rank.node(node):
+                rank.elementwise(op, kernel, dims, BF16, passes)
+        with rank.node("BmmBackward0"):
+            for _ in range(2):
+                rank.matmul(self.tokens, self.tokens, 128, BF16, "aten::bmm", batch=heads)
 
 
 class Recomputes(Training):
@@ -422,15 +426,16 @@ class Recomputes(Training):
             rank.record_memory(self.activation_bytes)
 
     def backward_layer(self, rank, index):
-        start = rank.host_us
-        rank.python(2.0)
-        begun = rank.host_us
-        rank.python(2.0)
-        self.forward_layer(rank, index)
-        rank.record("python_function", "torch/utils/checkpoint.py(1521): recompute_fn", begun, rank.host_us)
-        rank.python(2.0)
-        rank.record("python_function", "torch/utils/checkpoint.py(1124): unpack_hook", start, rank.host_us)
-        rank.python(2.0)
+        with rank.node("NativeLayerNormBackward0"):
+            start = rank.host_us
+            rank.python(2.0)
+            begun = rank.host_us
+            rank.python(2.0)
+            self.forward_layer(rank, index)
+            rank.record("python_function", "torch/utils/checkpoint.py(1521): recompute_fn", begun, rank.host_us)
+            rank.python(2.0)
+            rank.record("python_function", "torch/utils/checkpoint.py(1124): unpack_hook", start, rank.host_us)
+            rank.python(2.0)
         super().backward_layer(rank, index)
         rank.record_memory(-self.activation_bytes)
 
@@ -438,12 +443,16 @@ class Recomputes(Training):
 class AnomalyMode(Training):
     """torch.autograd.set_detect_anomaly(True): every gradient is searched for NaN, and the host reads the answer."""
 
-    def backward_node(self, rank, index):
-        super().backward_node(rank, index)
-        for _ in range(12):
-            rank.kernel("aten::isnan", NOT_EQUAL, 14.0, [[4096, 2048]], [BF16])
+    def __init__(self, ranks=1, seed=1):
+        super().__init__(ranks, seed)
+        for rank in self.ranks:
+            rank.check_node = partial(self.check_gradients, rank)
+
+    def check_gradients(self, rank):
+        for dims in ([4096, 2048], [2048, 4096]):
+            rank.kernel("aten::isnan", NOT_EQUAL, 9.0, [dims], [BF16])
             rank.open("aten::_is_any_true", "cpu_op")
-            rank.kernel("aten::any", ANY, 9.0, [[4096, 2048]], ["bool"])
+            rank.kernel("aten::any", ANY, 6.0, [dims], ["bool"])
             rank.close()
             rank.read_value(1)
 

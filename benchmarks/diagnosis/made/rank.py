@@ -5,12 +5,13 @@ behind its launch at the earliest. At most QUEUE launches wait: the next launch 
 waits for the device goes on SYNC_US after the device has ended. All times are microseconds and vary by a few percent, by a seed.
 """
 
+import contextlib
 import gzip
 import json
 import math
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,6 +108,11 @@ class Rank:
         self._correlation = 7000
         self._collectives = 0
         self.has_stacks = False
+        # whether operations are recorded for backward, the numbers of those that are, and what autograd does behind each node
+        self.grad_mode = False
+        self.saved: list[int] = []
+        self.check_node: Callable[[], None] = lambda: None
+        self._sequence = 0
 
     # --- the host
 
@@ -153,6 +159,17 @@ class Rank:
         self.record(category, name, start, self.host_us, thread=thread, **known, **more)
         self.host_us += RANGE_US
 
+    @contextlib.contextmanager
+    def node(self, name: str) -> Iterator[None]:
+        """Run a node of autograd's graph; it belongs to the operation that was recorded last."""
+        numbers = {"Sequence number": self.saved.pop(), "Fwd thread id": 1} if self.saved else {}
+        self.open(f"autograd::engine::evaluate_function: {name}", "cpu_op")
+        self.open(name, "cpu_op")
+        yield
+        self.close(**numbers)
+        self.check_node()
+        self.close(**numbers)
+
     def synchronize(self, call: str = "cudaStreamSynchronize", stream: int | None = COMPUTE_STREAM) -> None:
         """Let the host wait for a stream, or for all of them."""
         streams = self.free_us.values() if stream is None else [self.free_us.get(stream, 0.0)]
@@ -191,11 +208,16 @@ class Rank:
             dtypes: Their types.
             stream: Where it runs.
         """
+        numbers = {}
+        if self.grad_mode:
+            self._sequence += 1
+            self.saved.append(self._sequence)
+            numbers = {"Sequence number": self._sequence, "Fwd thread id": 0}
         self.open(op, "cpu_op", dims, dtypes)
         self.host_us += self.vary(self.op_us)
         self.launch(kernel, self.vary(us * self.slowness), stream)
         self.host_us += 1.0
-        self.close()
+        self.close(**numbers)
 
     def launch(self, kernel: str, us: float, stream: int, category: str = "kernel", **more: object) -> None:
         """Launch a kernel or a copy of exactly this length."""
@@ -232,11 +254,24 @@ class Rank:
         self.free_us[by] = max(self.free_us.get(by, 0.0), self.free_us.get(stream, 0.0))
 
     def matmul(
-        self, m: int, k: int, n: int, dtype: str, op: str = "aten::mm", efficiency: float = 1.0, kernel: str = ""
+        self,
+        m: int,
+        k: int,
+        n: int,
+        dtype: str,
+        op: str = "aten::mm",
+        efficiency: float = 1.0,
+        kernel: str = "",
+        batch: int = 1,
     ) -> None:
-        """Issue the product of (m, k) by (k, n)."""
-        us = 2.0 * m * k * n / self.gpu.flops[dtype] / efficiency + 2.0
-        self.kernel(op, kernel or self.gpu.matmul[dtype], us, [[m, k], [k, n]], [dtype, dtype])
+        """Issue the product of (m, k) by (k, n), or a batch of such products."""
+        us = 2.0 * batch * m * k * n / self.gpu.flops[dtype] / efficiency + 2.0
+        dims: list[list[int]] = [[m, k], [k, n]]
+        if op == "aten::addmm":
+            dims = [[n], *dims]
+        elif op == "aten::bmm":
+            dims = [[batch, *shape] for shape in dims]
+        self.kernel(op, kernel or self.gpu.matmul[dtype], us, dims, [dtype] * len(dims))
 
     def elementwise(self, op: str, kernel: str, dims: Sequence[int], dtype: str, passes: float = 2.0) -> None:
         """Issue a kernel that reads and writes a tensor, `passes` times together."""

@@ -130,6 +130,7 @@ class Training:
     def forward(self, number: int) -> None:
         for rank in self.ranks:
             self.before_forward(rank, number)
+            rank.grad_mode = True
             self.first_layer(rank)
         for index in range(self.layers):
             self.before_layer(index)
@@ -138,6 +139,7 @@ class Training:
             self.behind_layer(index)
         for rank in self.ranks:
             self.loss(rank)
+            rank.grad_mode = False
 
     def backward(self, is_last: bool) -> None:
         for rank in self.ranks:
@@ -146,20 +148,14 @@ class Training:
         for index in reversed(range(self.layers)):
             self.before_backward_layer(index)
             for rank in self.ranks:
-                self.backward_node(rank, index)
+                self.backward_layer(rank, index)
             self.behind_backward_layer(index)
             if is_last and index % self.layers_per_bucket == 0 and self.reduces:
                 self.reduce_bucket(self.layers_per_bucket * self.parameters)
         for rank in self.ranks:
             rank.thread = MAIN_THREAD
+            rank.saved.clear()
             rank.host_us += 10.0
-
-    def backward_node(self, rank: Rank, index: int) -> None:
-        rank.open("autograd::engine::evaluate_function: BlockBackward", "cpu_op")
-        rank.open("BlockBackward", "cpu_op")
-        self.backward_layer(rank, index)
-        rank.close()
-        rank.close()
 
     def reduce_bucket(self, elements: int) -> None:
         self.communicate("allreduce", 2 * elements, beside=True)
@@ -274,29 +270,52 @@ class Transformer(Training):
         return 4.0 * self.tokens * self.tokens * self.width / 2 / rank.gpu.flops[BF16] * 1.5
 
     def attention(self, rank: Rank, index: int) -> None:
-        dims = [[1, self.width // 128, self.tokens, 128]] * 3
+        heads = self.width // 128
+        outer = [[1, heads, self.tokens, 128]] * 3
+        rank.open("aten::scaled_dot_product_attention", "cpu_op", outer, [BF16] * 3)
+        rank.open("aten::_scaled_dot_product_flash_attention", "cpu_op", outer, [BF16] * 3)
+        dims = [[1, self.tokens, heads, 128]] * 3
         rank.kernel("aten::_flash_attention_forward", FLASH, self.attention_us(rank), dims, [BF16] * 3)
+        rank.close()
+        rank.close()
 
     def attention_backward(self, rank: Rank, index: int) -> None:
-        dims = [[1, self.width // 128, self.tokens, 128]] * 4
-        rank.kernel("aten::_flash_attention_backward", FLASH_BACK, 2.6 * self.attention_us(rank), dims, [BF16] * 4)
+        heads = self.width // 128
+        outer = [[1, heads, self.tokens, 128]] * 5
+        with rank.node("ScaledDotProductFlashAttentionBackward0"):
+            rank.open("aten::_scaled_dot_product_flash_attention_backward", "cpu_op", outer, [BF16] * 5)
+            dims = [[1, self.tokens, heads, 128]] * 5
+            rank.kernel("aten::_flash_attention_backward", FLASH_BACK, 2.6 * self.attention_us(rank), dims, [BF16] * 5)
+            rank.close()
 
     def backward_layer(self, rank: Rank, index: int) -> None:
         tokens, width, dtype = self.tokens, self.width, self.dtype
-        rank.matmul(tokens, width, 4 * width, dtype)
-        rank.matmul(4 * width, tokens, width, dtype)
-        rank.elementwise("aten::gelu_backward", GELU_BACK, [tokens, 4 * width], dtype, 3)
-        rank.matmul(tokens, 4 * width, width, dtype)
-        rank.matmul(width, tokens, 4 * width, dtype)
-        rank.elementwise("aten::native_layer_norm_backward", LAYER_NORM_BACK, [tokens, width], dtype, 4)
-        rank.elementwise("aten::add", ADD, [tokens, width], dtype, 3)
-        rank.matmul(tokens, width, width, dtype)
-        rank.matmul(width, tokens, width, dtype)
+        self.add_backward(rank)
+        self.product_backward(rank, tokens, 4 * width, width)
+        with rank.node("GeluBackward0"):
+            rank.elementwise("aten::gelu_backward", GELU_BACK, [tokens, 4 * width], dtype, 3)
+        self.product_backward(rank, tokens, width, 4 * width)
+        self.norm_backward(rank)
+        self.add_backward(rank)
+        self.product_backward(rank, tokens, width, width)
         self.attention_backward(rank, index)
-        rank.matmul(tokens, 3 * width, width, dtype)
-        rank.matmul(width, tokens, 3 * width, dtype)
-        rank.elementwise("aten::native_layer_norm_backward", LAYER_NORM_BACK, [tokens, width], dtype, 4)
-        rank.elementwise("aten::add", ADD, [tokens, width], dtype, 3)
+        self.product_backward(rank, tokens, width, 3 * width)
+        self.norm_backward(rank)
+
+    def add_backward(self, rank: Rank) -> None:
+        with rank.node("AddBackward0"):
+            rank.elementwise("aten::add", ADD, [self.tokens, self.width], self.dtype, 3)
+
+    def norm_backward(self, rank: Rank) -> None:
+        with rank.node("NativeLayerNormBackward0"):
+            dims = [self.tokens, self.width]
+            rank.elementwise("aten::native_layer_norm_backward", LAYER_NORM_BACK, dims, self.dtype, 4)
+
+    def product_backward(self, rank: Rank, tokens: int, width: int, columns: int) -> None:
+        """Gradients of (tokens, width) by (width, columns)."""
+        with rank.node("AddmmBackward0"):
+            rank.matmul(tokens, columns, width, self.dtype)
+            rank.matmul(width, tokens, columns, self.dtype)
 
     def head(self, rank: Rank) -> None:
         rank.matmul(self.tokens, self.width, self.vocabulary, self.dtype)
@@ -307,9 +326,11 @@ class Transformer(Training):
 
     def loss_backward(self, rank: Rank) -> None:
         dims = [self.tokens, self.vocabulary]
-        rank.elementwise("aten::_log_softmax_backward_data", LOSS_BACK, dims, "float", 3)
-        self.head(rank)
-        self.head(rank)
+        with rank.node("LogSoftmaxBackward0"):
+            rank.elementwise("aten::_log_softmax_backward_data", LOSS_BACK, dims, "float", 3)
+        with rank.node("MmBackward0"):
+            self.head(rank)
+            self.head(rank)
 
 
 class ConvNet(Training):
@@ -344,15 +365,20 @@ class ConvNet(Training):
 
     def backward_layer(self, rank: Rank, index: int) -> None:
         for _ in range(2):
-            rank.elementwise("aten::threshold_backward", RELU, self.shape(index), self.dtype, 3)
-            rank.elementwise("aten::cudnn_batch_norm_backward", NORM_BACK, self.shape(index), self.dtype, 4)
-            self.convolve(rank, "aten::convolution_backward", "data", index)
-            self.convolve(rank, "aten::convolution_backward", "weight", index)
+            with rank.node("ReluBackward0"):
+                rank.elementwise("aten::threshold_backward", RELU, self.shape(index), self.dtype, 3)
+            with rank.node("CudnnBatchNormBackward0"):
+                rank.elementwise("aten::cudnn_batch_norm_backward", NORM_BACK, self.shape(index), self.dtype, 4)
+            with rank.node("ConvolutionBackward0"):
+                self.convolve(rank, "aten::convolution_backward", "data", index)
+                self.convolve(rank, "aten::convolution_backward", "weight", index)
 
     def loss(self, rank: Rank) -> None:
         rank.matmul(self.images, 512, 1000, self.dtype, "aten::addmm")
         rank.elementwise("aten::_log_softmax", LOSS, [self.images, 1000], "float")
 
     def loss_backward(self, rank: Rank) -> None:
-        rank.elementwise("aten::_log_softmax_backward_data", LOSS_BACK, [self.images, 1000], "float", 3)
-        rank.matmul(self.images, 1000, 512, self.dtype)
+        with rank.node("LogSoftmaxBackward0"):
+            rank.elementwise("aten::_log_softmax_backward_data", LOSS_BACK, [self.images, 1000], "float", 3)
+        with rank.node("AddmmBackward0"):
+            rank.matmul(self.images, 1000, 512, self.dtype)

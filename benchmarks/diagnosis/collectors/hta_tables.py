@@ -1,4 +1,4 @@
-"""Asks HolisticTraceAnalysis for its tables: `python hta_collect.py OUT RUN_FOLDER ...`, in an environment that has it and pandas below 3."""
+"""Asks HolisticTraceAnalysis for its tables: `python hta_tables.py OUT RUN_FOLDER ...`, in an environment that has it and pandas below 3."""
 
 import contextlib
 import io

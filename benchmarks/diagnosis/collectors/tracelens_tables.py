@@ -1,4 +1,4 @@
-"""Asks TraceLens for its tables: `python tracelens_collect.py OUT RUN_FOLDER ...`, in an environment that has it.
+"""Asks TraceLens for its tables: `python tracelens_tables.py OUT RUN_FOLDER ...`, in an environment that has it.
 
 Of several ranks, the first one's performance report, and the report of collectives over all of them.
 """
