@@ -59,8 +59,8 @@ class ReportCall(Call, frozen=True, kw_only=True):
 
     Use it first for questions about a run's speed or memory. Reads run folders, torch.profiler traces, Nsight Systems
     exports (.sqlite) and memory snapshots. Read `verdict` first: its confidence says how far the evidence carries;
-    then `findings`, each with cost, evidence and a change to try, and `gaps`: what was not read. A finding's gain is an
-    upper bound.
+    then `gains`: which changes to make first, and what each saves on top of those before it; then `findings`, each with
+    cost, evidence and a change to try, and `gaps`: what was not read. Gains of findings do not add up by themselves.
     """
 
     paths: Annotated[Paths, msgspec.Meta(description="a run folder, or files and folders of one run")]
