@@ -43,7 +43,7 @@ Ignored = list[tuple[Path, str]]  # with the reason
 
 TRACE_HEAD_BYTES = 1 << 20  # a trace's events begin after its header, which may hold a list of all packages
 # of a run folder; what run.json names is read elsewhere
-OWN_FILES = re.compile(r"(report|manifest|ranks|run-[\d-]+)\.json")
+OWN_FILES = re.compile(r"(report|manifest|ranks|job_evidence|run-[\d-]+)\.json")
 CANDIDATES = (
     ".json",
     ".gz",

@@ -3,13 +3,18 @@
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megatron_lite.formats.file_names import FLIGHT_RECORDINGS, LAST_WORDS, RANKS_FILE, STACKS
+from megatron_lite.formats.file_names import EVIDENCE_FILE, FLIGHT_RECORDINGS, LAST_WORDS, RANKS_FILE, STACKS
 from megatron_lite.postmortem.postmortem_results import FailureKind, Postmortem
+
+if TYPE_CHECKING:
+    from megatron_lite.postmortem.evidence import JobEvidence
 
 # what a job leaves when it fails: a file or folder of a run, of torchrun, or of PyTorch's flight recorder
 SIGNS = (
     RANKS_FILE,
+    EVIDENCE_FILE,
     LAST_WORDS,
     FLIGHT_RECORDINGS.partition("/")[0],
     STACKS.partition("/")[0],
@@ -34,16 +39,36 @@ def find_failure(paths: Sequence[Path]) -> Postmortem | None:
     Returns:
         The conclusion; None where nothing speaks of a failure, or nothing says of which.
     """
+    evidence = find_evidence(paths)
+    if evidence is None:
+        return None
+    from megatron_lite.postmortem.conclude import conclude
+
+    found = conclude(evidence)
+    return None if found.kind in NO_FAILURE else found
+
+
+def find_evidence(paths: Sequence[Path]) -> "JobEvidence | None":
+    """Find what a job left that failed.
+
+    Args:
+        paths: What a report is asked for.
+
+    Returns:
+        All that was read; None where nothing speaks of a failure.
+    """
     folders = [path for path in paths if path.is_dir()]
     if not any(_has_sign(folder) for folder in folders):
         return None
     # a report on a sound run is not to wait for it
+    from megatron_lite.postmortem.bundled_evidence import find_bundled
     from megatron_lite.postmortem.collect import collect_evidence
-    from megatron_lite.postmortem.conclude import conclude
 
-    files = [file for folder in folders for file in _list_small_files(folder, 0)]
-    found = conclude(collect_evidence(files[:MAX_SMALL_FILES]))
-    return None if found.kind in NO_FAILURE else found
+    files: list[Path] = []
+    for folder in folders:
+        bundled = find_bundled(folder)
+        files += [bundled] if bundled else _list_small_files(folder, 0)
+    return collect_evidence(files[:MAX_SMALL_FILES])
 
 
 def _has_sign(folder: Path) -> bool:

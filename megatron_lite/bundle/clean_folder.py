@@ -9,12 +9,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_lite.analysis.discover import SourceFile, discover_sources, look_at
+from megatron_lite.analysis.failed_job import find_evidence
 from megatron_lite.analysis.trace.columns import TraceError
+from megatron_lite.bundle.clean_records import clean_record
 from megatron_lite.bundle.clean_run import clean_run, find_names
 from megatron_lite.bundle.clean_snapshot import clean_snapshot
 from megatron_lite.bundle.clean_trace import clean_trace
-from megatron_lite.bundle.names import Names, Secret
+from megatron_lite.bundle.names import Secret, Substitutes
 from megatron_lite.errors import UserError
+from megatron_lite.formats.file_names import EVIDENCE_FILE
+from megatron_lite.postmortem.bundled_evidence import encode_evidence
+from megatron_lite.postmortem.evidence import JobEvidence
 
 # the profiler's window, in names of files: all files of a bundle are of one
 _WINDOW = 10**18
@@ -25,7 +30,7 @@ class CleanFolder:
     """What was made of a run."""
 
     folder: Path
-    names: Names
+    names: Substitutes
     # what the run has and the bundle has not, with the reason
     left_out: list[str] = field(default_factory=list)
 
@@ -40,9 +45,12 @@ def clean_folder(paths: Sequence[Path], folder: Path) -> CleanFolder:
     Raises:
         UserError: Nothing under `paths` can be read.
     """
-    sources = discover_sources(paths)
-    made = CleanFolder(folder, Names())
+    evidence = find_evidence(paths)
+    sources = discover_sources(paths, may_be_none=evidence is not None)
+    made = CleanFolder(folder, Substitutes())
     _hide_this_machine(made.names)
+    if evidence is not None:
+        _add_evidence(evidence, made)
     for run_folder in sources.run_folders:
         find_names(run_folder, made.names)
         clean_run(run_folder, folder, made.names)
@@ -56,13 +64,32 @@ def clean_folder(paths: Sequence[Path], folder: Path) -> CleanFolder:
     return made
 
 
-def _hide_this_machine(names: Names) -> None:
+def _hide_this_machine(names: Substitutes) -> None:
     """Note who and what this is: the bundle is mostly made where the run was, by who started it."""
     names.hide(Secret.HOST, socket.gethostname())
     names.hide(Secret.HOST, socket.gethostname().partition(".")[0])
     with suppress(KeyError, OSError):
         names.hide(Secret.USER, getpass.getuser())
     names.hide(Secret.USER, Path(os.path.expanduser("~")).name)
+
+
+def _add_evidence(evidence: JobEvidence, made: CleanFolder) -> None:
+    """Write what a failed job left, as records: logs, error files and stacks hold texts of all kinds."""
+    names = made.names
+    for host in list_hosts(evidence):
+        names.hide(Secret.HOST, host)
+    names.enter("evidence of the failure")
+    (made.folder / EVIDENCE_FILE).write_bytes(encode_evidence(clean_record(evidence, names)))
+
+
+def list_hosts(evidence: JobEvidence) -> set[str]:
+    """The machines that the records of a failed job name."""
+    hosts: set[str | None] = {record.host for record in evidence.stacks}
+    hosts |= {record.host for record in evidence.ends}
+    hosts |= {record.host for record in evidence.events}
+    hosts |= {record.host for record in evidence.progress}
+    hosts |= {record.host for record in evidence.unanswered}
+    return {host for host in hosts if host}
 
 
 def _add_trace(file: SourceFile, number: int, made: CleanFolder) -> None:

@@ -9,50 +9,70 @@ from typing import Any, TypeVar
 import msgspec
 
 from megatron_lite.bundle.clean_messages import clean_message
-from megatron_lite.bundle.names import Names, Secret
+from megatron_lite.bundle.names import Secret, Substitutes
 
 Record = TypeVar("Record")
-Rule = Callable[[Names, str], str | None]
+Rule = Callable[[Substitutes, str], str | None]
 MAX_DEPTH_OF_VALUES = 16
 
-_IDENTIFIER = re.compile(r"[\w.-]{1,80}")
+_IDENTIFIER = re.compile(r"\S{1,80}")
 _DATE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4}")
 _VERSION = re.compile(r"\d+(?:\.\d+){0,3}(?:(?:a|b|rc|\.dev|\.post)\d+)?(?:\+(?:cpu|cu\d{2,3}|rocm[\d.]+|xpu))?")
 
 
-def _take_out(names: Names, text: str) -> str | None:
+def _take_out(names: Substitutes, text: str) -> str | None:
     return names.clean_text(text) or None
 
 
-def _drop_id(names: Names, text: str) -> str | None:
+def _drop_id(names: Substitutes, text: str) -> str | None:
     names.replace(Secret.ID, text)
     return None
 
 
-def _keep_date(names: Names, text: str) -> str | None:
+def _keep_date(names: Substitutes, text: str) -> str | None:
     return text if _DATE.fullmatch(text) else _take_out(names, text)
 
 
-def _keep_version(names: Names, text: str) -> str | None:
+def _keep_version(names: Substitutes, text: str) -> str | None:
     return text if _VERSION.fullmatch(text) else _take_out(names, text)
 
 
-def _clean_value(names: Names, text: str) -> str | None:
+def _clean_value(names: Substitutes, text: str) -> str | None:
     """A flag's or a variable's value: a word of a few, a path, or anything."""
     [cleaned] = names.clean_command([text])
     return cleaned
 
 
-HOST: Rule = Names.clean_host
-NAME: Rule = Names.clean_name
-LABEL: Rule = Names.clean_label
-PATH: Rule = Names.clean_path
-FRAME: Rule = Names.clean_frame
+def _clean_source(names: Substitutes, text: str) -> str | None:
+    """A file, with a line or without: train.log:1204."""
+    path, colon, line = text.rpartition(":")
+    if colon and line.isdigit():
+        return f"{names.clean_path(path)}:{line}"
+    return names.clean_path(text)
+
+
+def _clean_command(names: Substitutes, text: str) -> str | None:
+    return " ".join(names.clean_command(text.split()))
+
+
+def clean_key(names: Substitutes, text: str) -> str:
+    """A key of a dict: a flag, a variable, a phase, a group."""
+    return names.clean_name(text) if _IDENTIFIER.fullmatch(text) else names.clean_label(text)
+
+
+HOST: Rule = Substitutes.clean_host
+NAME: Rule = Substitutes.clean_name
+LABEL: Rule = Substitutes.clean_label
+PATH: Rule = Substitutes.clean_path
+FRAME: Rule = Substitutes.clean_frame
 MESSAGE: Rule = clean_message
 VALUE: Rule = _clean_value
 DATE: Rule = _keep_date
 VERSION: Rule = _keep_version
 ID: Rule = _drop_id
+SOURCE: Rule = _clean_source
+COMMAND: Rule = _clean_command
+KEY: Rule = clean_key
 
 # what is done with each field that holds texts, by record and field; a new field is taken out until it stands here
 RULES: dict[str, dict[str, Rule]] = {
@@ -108,10 +128,22 @@ RULES: dict[str, dict[str, Rule]] = {
         "process_state": LABEL,
     },
     "FailureRecord": {"verdict": MESSAGE},
+    # what a failed job left
+    "StackFrame": {"function": NAME, "file": PATH},
+    "RecordedGroup": {"name": KEY, "description": NAME},
+    "RecordedCall": {"group": KEY, "name": NAME, "input_types": NAME, "output_types": NAME},
+    "FlightRecording": {"source": SOURCE, "backend": NAME, "version": VERSION},
+    "ThreadStack": {"name": LABEL},
+    "ProcessStacks": {"source": SOURCE, "host": HOST, "command": COMMAND},
+    "ProcessEnd": {"source": SOURCE, "host": HOST, "error": NAME, "message": MESSAGE},
+    "LogEvent": {"source": SOURCE, "text": MESSAGE, "host": HOST, "device": NAME, "group": KEY, "call": NAME},
+    "RankProgress": {"source": SOURCE, "host": HOST, "phase": LABEL, "place": LABEL, "process_state": LABEL},
+    "UnansweredRequest": {"source": SOURCE, "why": MESSAGE, "host": HOST},
+    "JobEvidence": {"unread": NAME},
 }
 
 
-def clean_record(record: Record, names: Names) -> Record:
+def clean_record(record: Record, names: Substitutes) -> Record:
     """The record without texts that may not be shown.
 
     Args:
@@ -136,7 +168,7 @@ def _list_fields(record: object) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(record))  # type: ignore[arg-type]
 
 
-def _clean_value_of_field(value: Any, rule: Rule, names: Names, depth: int) -> Any:
+def _clean_value_of_field(value: Any, rule: Rule, names: Substitutes, depth: int) -> Any:
     if isinstance(value, Enum):
         return value
     if isinstance(value, str):
@@ -151,17 +183,11 @@ def _clean_value_of_field(value: Any, rule: Rule, names: Names, depth: int) -> A
     if isinstance(value, dict):
         cleaned = {}
         for key, part in value.items():
-            cleaned[_clean_key(key, names)] = _clean_value_of_field(part, rule, names, depth + 1)
+            known = clean_key(names, key) if isinstance(key, str) else key
+            cleaned[known] = _clean_value_of_field(part, rule, names, depth + 1)
         return cleaned
     if isinstance(value, list | tuple):
         parts = [_clean_value_of_field(part, rule, names, depth + 1) for part in value]
         return type(value)(parts)
     names.drop("values of another form")
     return None
-
-
-def _clean_key(key: Any, names: Names) -> Any:
-    """A key of a dict: a flag, a variable, a phase."""
-    if not isinstance(key, str):
-        return key
-    return names.clean_name(key) if _IDENTIFIER.fullmatch(key) else names.clean_label(key)

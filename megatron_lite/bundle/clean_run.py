@@ -9,7 +9,7 @@ import msgspec
 from megatron_lite.analysis.run.read_record import read_record
 from megatron_lite.analysis.run.step_lines import read_damaged_line
 from megatron_lite.bundle.clean_records import clean_record
-from megatron_lite.bundle.names import Names, Secret
+from megatron_lite.bundle.names import Secret, Substitutes
 from megatron_lite.formats.failure_record import FailureRecord, encode_failure
 from megatron_lite.formats.file_names import RANKS_FILE, RUN_FILE, STEPS_FILE
 from megatron_lite.formats.run_record import RunRecord, encode_run
@@ -24,7 +24,7 @@ _UNREADABLE = b"null\n"
 _CUT = b"{"
 
 
-def clean_run(source: Path, target: Path, names: Names) -> None:
+def clean_run(source: Path, target: Path, names: Substitutes) -> None:
     """Write the run in the folder `source` into the folder `target`, without what may not be shown.
 
     Args:
@@ -43,14 +43,14 @@ def clean_run(source: Path, target: Path, names: Names) -> None:
     _clean_verdict(source / RANKS_FILE, target / RANKS_FILE, names)
 
 
-def find_names(folder: Path, names: Names) -> None:
+def find_names(folder: Path, names: Substitutes) -> None:
     """Note names of machines that a run's record holds, so that they are found wherever they stand."""
     record, _ = read_record(folder)
     if record is not None and record.process is not None:
         names.hide(Secret.HOST, record.process.host)
 
 
-def _clean_record_of_run(source: Path, target: Path, record: RunRecord, names: Names) -> None:
+def _clean_record_of_run(source: Path, target: Path, record: RunRecord, names: Substitutes) -> None:
     with suppress(OSError, ValueError, RecursionError):
         written = json.loads(read_foreign(source / RUN_FILE))
         names.drop("keys that run.json does not have", len(set(written) - set(RunRecord.__struct_fields__)))
@@ -61,7 +61,7 @@ def _clean_record_of_run(source: Path, target: Path, record: RunRecord, names: N
         (target / f"run-{number}.json").write_text("{}\n", encoding="utf-8")
 
 
-def _clean_steps(source: Path, target: Path, names: Names) -> None:
+def _clean_steps(source: Path, target: Path, names: Substitutes) -> None:
     decode = msgspec.json.Decoder(Line).decode
     encode = msgspec.json.Encoder().encode
     with open_foreign(source) as read, target.open("wb") as written:
@@ -82,7 +82,7 @@ def _clean_steps(source: Path, target: Path, names: Names) -> None:
                 written.write(_UNREADABLE)
 
 
-def _clean_verdict(source: Path, target: Path, names: Names) -> None:
+def _clean_verdict(source: Path, target: Path, names: Substitutes) -> None:
     """Write ranks.json, where there is one."""
     try:
         values = json.loads(read_foreign(source))

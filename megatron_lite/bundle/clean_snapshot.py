@@ -5,17 +5,17 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.analysis.memory.snapshot_file import choose_snapshot, read_values
-from megatron_lite.bundle.names import Names
+from megatron_lite.bundle.names import Substitutes
 
 _EVENT = {
-    "action": Names.clean_label,
-    "compile_context": Names.clean_name,
-    "user_metadata": Names.clean_name,
+    "action": Substitutes.clean_label,
+    "compile_context": Substitutes.clean_name,
+    "user_metadata": Substitutes.clean_name,
 }
-_BLOCK = {"state": Names.clean_label, "user_metadata": Names.clean_name}
-_SEGMENT = {"segment_type": Names.clean_label}
-_ANNOTATION = {"stage": Names.clean_label, "name": Names.clean_name}
-_FRAME = {"filename": Names.clean_path, "name": Names.clean_name}
+_BLOCK = {"state": Substitutes.clean_label, "user_metadata": Substitutes.clean_name}
+_SEGMENT = {"segment_type": Substitutes.clean_label}
+_ANNOTATION = {"stage": Substitutes.clean_label, "name": Substitutes.clean_name}
+_FRAME = {"filename": Substitutes.clean_path, "name": Substitutes.clean_name}
 _NUMBERS = {
     "addr", "address", "size", "requested_size", "device_free", "stream", "time_us", "device", "total_size",
     "allocated_size", "active_size", "line", "is_expandable",
@@ -23,7 +23,7 @@ _NUMBERS = {
 PICKLE_PROTOCOL = 4
 
 
-def clean_snapshot(source: Path, target: Path, names: Names) -> None:
+def clean_snapshot(source: Path, target: Path, names: Substitutes) -> None:
     """Write the snapshot in `source` to `target`, a pickle as torch writes it, without what may not be shown.
 
     Args:
@@ -42,7 +42,7 @@ def clean_snapshot(source: Path, target: Path, names: Names) -> None:
 class _SnapshotCleaner:
     """Cleans the parts of one snapshot; equal stacks become one list, as they are in memory."""
 
-    def __init__(self, names: Names):
+    def __init__(self, names: Substitutes):
         self.names = names
         self._frames: dict[tuple[object, object, object], dict[str, Any]] = {}
         self._stacks: dict[tuple[int, ...], list[dict[str, Any]]] = {}

@@ -14,7 +14,7 @@ import msgspec
 from megatron_lite.analysis.trace.diagnostics import read_warnings
 from megatron_lite.analysis.trace.kineto import OUTPUT_MASK, read_header, read_kept_damage
 from megatron_lite.analysis.trace.kineto_json import NO_ARGS, Chunks, Event, EventArgs, Id, read_text
-from megatron_lite.bundle.names import Names
+from megatron_lite.bundle.names import Substitutes
 from megatron_lite.formats.trace_header import CORES_IN_TRACE, HARDWARE_IN_TRACE, KEPT_DAMAGE, KeptDamage
 
 _DIMS = re.compile(rb"[\[\]\d,\s-]*")
@@ -47,7 +47,7 @@ class BundledEvent(msgspec.Struct, omit_defaults=True):
 _encoder = msgspec.json.Encoder(decimal_format="number")
 
 
-def clean_trace(source: Path, target: Path, names: Names) -> None:
+def clean_trace(source: Path, target: Path, names: Substitutes) -> None:
     """Write the trace in `source` to `target`, gzipped, without what may not be shown.
 
     Args:
@@ -72,7 +72,7 @@ def clean_trace(source: Path, target: Path, names: Names) -> None:
     names.drop("other keys of the trace's header", len(set(chunks.header) - _HEADER_KEYS))
 
 
-def _write_events(chunks: Chunks, file: gzip.GzipFile, names: Names) -> None:
+def _write_events(chunks: Chunks, file: gzip.GzipFile, names: Substitutes) -> None:
     """Write the events that are kept, with commas between them."""
     cleaner = _EventCleaner(names)
     is_first = True
@@ -86,7 +86,7 @@ def _write_events(chunks: Chunks, file: gzip.GzipFile, names: Names) -> None:
 class _EventCleaner:
     """Cleans the events of one file."""
 
-    def __init__(self, names: Names):
+    def __init__(self, names: Substitutes):
         self.names = names
         self._types: dict[bytes, msgspec.Raw | None] = {}
 
@@ -190,7 +190,7 @@ _HEADER_KEYS = {
 }
 
 
-def _clean_header(chunks: Chunks, source: Path, names: Names) -> dict[str, Any]:
+def _clean_header(chunks: Chunks, source: Path, names: Substitutes) -> dict[str, Any]:
     """What stands beside the events, as its reader takes it."""
     header = chunks.header
     read = read_header(header, source, 0)
@@ -223,7 +223,7 @@ def _clean_header(chunks: Chunks, source: Path, names: Names) -> dict[str, Any]:
     return cleaned
 
 
-def _clean_ranks(written: dict[str, Any], read: dict[str, Any], names: Names) -> dict[str, Any]:
+def _clean_ranks(written: dict[str, Any], read: dict[str, Any], names: Substitutes) -> dict[str, Any]:
     """The header's "distributedInfo"."""
     facts = read["facts"]
     cleaned: dict[str, Any] = {"rank": read["rank"], "world_size": read["world_size"]}
@@ -255,7 +255,7 @@ def _keep_numbers(written: object) -> dict[str, float]:
     return {str(key): value for key, value in written.items() if isinstance(value, int | float)}
 
 
-def _describe_damage(chunks: Chunks, names: Names) -> KeptDamage | None:
+def _describe_damage(chunks: Chunks, names: Substitutes) -> KeptDamage | None:
     """What was wrong with the file, so that a report on the new one knows it."""
     kept = read_kept_damage(chunks.header)
     text = chunks.damage or kept.text

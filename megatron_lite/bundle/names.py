@@ -11,7 +11,10 @@ from enum import Enum
 from functools import partial
 from pathlib import PurePosixPath
 
+from megatron_lite.analysis.time.host_names import name_cause
 from megatron_lite.bundle.known_words import RUN, is_known
+from megatron_lite.phase_names import find_meaning, find_step_family
+from megatron_lite.postmortem.rank_ends import LOOPBACK
 
 
 class Secret(Enum):
@@ -45,6 +48,8 @@ MEANINGS = {
 MAX_LETTERS_OF_NAME = 2000  # the longest names of kernels have 1,500
 MAX_LABEL_LETTERS = 120
 MAX_LABEL_WORDS = 6
+# of a label that a report takes for a phase
+MAX_WORDS_OF_MEANING = 12
 # of what is looked for in texts, as it is the name of a user or a machine
 MIN_SECRET_LETTERS = 3
 
@@ -125,7 +130,7 @@ PACKAGES = frozenset(
 
 
 @dataclass
-class Names:
+class Substitutes:
     """The names that stand in the place of others, and how many there are of each kind, by where they stood."""
 
     where: str = ""
@@ -134,7 +139,8 @@ class Names:
     # what was left out as a whole, by what and where -> how many
     dropped: Counter[tuple[str, str]] = field(default_factory=Counter)
     _numbers: dict[Secret, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
-    _secrets: list[tuple[re.Pattern[str], Secret]] = field(default_factory=list)
+    _hidden: dict[str, Secret] = field(default_factory=dict)
+    _secrets: re.Pattern[str] | None = None
     _cache: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def enter(self, where: str) -> None:
@@ -149,12 +155,19 @@ class Names:
 
     def hide(self, kind: Secret, text: str | None) -> None:
         """From now on, replace this text wherever it stands: a machine's or a user's name."""
-        if not text or len(text) < MIN_SECRET_LETTERS or (RUN.fullmatch(text) and is_known(text)):
+        key = _shorten_host(text or "") if kind is Secret.HOST else text or ""
+        is_word = key.isalpha() and is_known(key)
+        if len(key) < MIN_SECRET_LETTERS or key == LOOPBACK or is_word or key.lower() in self._hidden:
             return
-        pattern = rf"(?<![A-Za-z0-9]){re.escape(text)}(?![A-Za-z0-9])"
-        self._secrets.append((re.compile(pattern, re.IGNORECASE), kind))
-        self._secrets.sort(key=lambda secret: -len(secret[0].pattern))
+        self._hidden[key.lower()] = kind
+        longest_first = sorted(self._hidden, key=len, reverse=True)
+        any_of = "|".join(map(re.escape, longest_first))
+        self._secrets = re.compile(rf"(?<![A-Za-z0-9])({any_of})(?![A-Za-z0-9])", re.IGNORECASE)
         self._cache.clear()
+
+    def _replace_hidden(self, found: re.Match[str]) -> str:
+        key = found[1].lower()
+        return self.replace(self._hidden[key], key)
 
     # --- the same name for the same text
 
@@ -173,8 +186,10 @@ class Names:
         return known
 
     def clean_host(self, text: str) -> str:
-        """A machine's name."""
-        return self.replace(Secret.HOST, text) if text else ""
+        """A machine's name, with or without its domain."""
+        if text in ("", LOOPBACK):
+            return text
+        return self.replace(Secret.HOST, _shorten_host(text))
 
     def clean_text(self, text: str) -> str:
         """A text that nobody knows."""
@@ -196,8 +211,8 @@ class Names:
         return self._clean_words(text)
 
     def _clean_words(self, text: str) -> str:
-        for pattern, kind in self._secrets:
-            text = pattern.sub(self.replace(kind, pattern.pattern) if pattern.search(text) else "", text)
+        if self._secrets:
+            text = self._secrets.sub(self._replace_hidden, text)
         for kind, pattern in _FORMS:
             text = pattern.sub(partial(self._replace_found, kind), text)
         text = _PATH.sub(lambda found: self._clean_path(found[0]), text)
@@ -216,12 +231,14 @@ class Names:
     # --- labels that a program gives its ranges
 
     def clean_label(self, text: str) -> str:
-        """A label, which stays if it is short and all its words are known."""
+        """A label, which stays if it is short and all its words are known, and in part if a report reads it."""
         return self._cached("label", text, self._clean_label)
 
     def _clean_label(self, text: str) -> str:
         if self._is_known_label(text):
             return text
+        if _means_something(text):
+            return self._clean_words(text)
         return self.replace(Secret.LABEL, text)
 
     def _is_known_label(self, text: str) -> bool:
@@ -229,8 +246,7 @@ class Names:
             return False
         runs = RUN.findall(text)
         has_form = any(pattern.search(text) for _, pattern in _FORMS) or _PATH.search(text)
-        has_secret = any(pattern.search(text) for pattern, _ in self._secrets)
-        if has_form or has_secret:
+        if has_form or (self._secrets and self._secrets.search(text)):
             return False
         words = [run for run in runs if not run.isdigit()]
         return len(words) <= MAX_LABEL_WORDS and all(map(is_known, runs))
@@ -290,6 +306,19 @@ _FORMS = (
     (Secret.ADDRESS, _IPV4),
     (Secret.ADDRESS, _IPV6),
 )
+
+
+def _means_something(label: str) -> bool:
+    """Whether a report takes a label for a phase, a step or a cause: then its known words stay, as in a name."""
+    if len(label) > MAX_LABEL_LETTERS or len(RUN.findall(label)) > MAX_WORDS_OF_MEANING:
+        return False
+    return bool(find_meaning(label)) or find_step_family(label) >= 0 or name_cause(label, "range") is not None
+
+
+def _shorten_host(text: str) -> str:
+    """A machine's name without its domain; an address as it is."""
+    is_address = _IPV4.fullmatch(text) or ":" in text
+    return text.lower() if is_address else text.partition(".")[0].lower()
 
 
 def _find_package(parts: list[str]) -> int | None:

@@ -135,9 +135,11 @@ def find_differences(report: "Report", again: "Report") -> Iterator[str]:
     yield from _compare_numbers(before, after, "")
 
 
-def _judge(report: "Report") -> tuple[str, str, str]:
+def _judge(report: "Report") -> tuple[object, ...]:
     verdict = report.verdict
-    return verdict.word.value, verdict.bound, verdict.confidence
+    failure = report.failure
+    why_failed = (failure.kind, failure.ranks, failure.confidence) if failure else None
+    return verdict.word, verdict.bound, verdict.confidence, why_failed
 
 
 def _compare_numbers(before: object, after: object, where: str) -> Iterator[str]:
@@ -178,7 +180,7 @@ def _describe_differences(differences: list[str]) -> str:
 README_TEXT = """# A run, to look at together
 
 `megatron-lite report RUN --bundle FILE` made this. It holds a report (report.html, report.txt, report.json) and what
-the report was made from. Names of users, machines, folders and projects, and texts, were taken out before;
+the report was made from. Substitutes of users, machines, folders and projects, and texts, were taken out before;
 `taken_out.txt` lists what, by kind and number. The same name has the same substitute in all files.
 
 To make the report again:

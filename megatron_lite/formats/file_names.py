@@ -14,3 +14,5 @@ REPORT_PAGE = "report.html"
 REPORT_FILE = "report.json"
 # of a report with what it was made from
 BUNDLE_ENDINGS = (".zip", ".tar.gz", ".tgz")
+# in a bundle: what a failed job left
+EVIDENCE_FILE = "job_evidence.json"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_lite.errors import UserError, describe_io_error
+from megatron_lite.postmortem.bundled_evidence import find_bundled, is_bundled_evidence, read_bundled_evidence
 from megatron_lite.postmortem.console_logs import is_console_log, is_kernel_log, read_console_log
 from megatron_lite.postmortem.debug_dumps import is_debug_dump, keep_last_requests, read_debug_dump
 from megatron_lite.postmortem.elastic_errors import is_error_file, read_error_file
@@ -54,6 +55,7 @@ class EvidenceReader:
 
 # the first that recognizes a file reads it; those that are surest come first
 EVIDENCE_READERS: tuple[EvidenceReader, ...] = (
+    EvidenceReader("bundles", is_bundled_evidence, read_bundled_evidence),
     EvidenceReader("flight recordings", is_flight_recording, read_flight_recordings),
     EvidenceReader("debug dumps", is_debug_dump, read_debug_dump),
     EvidenceReader("dumps of stacks", is_stack_file, read_stack_file),
@@ -129,6 +131,9 @@ def _read_file(file: Path, reader: EvidenceReader) -> JobEvidence:
         return JobEvidence(unread=(f"{file}: {describe_io_error(error)}",))
     except Exception as error:  # noqa: BLE001 - whatever a foreign file does to its reader, the others are read
         return JobEvidence(unread=(f"{file}: cannot be read as one of {reader.kind} ({type(error).__name__}).",))
+    if piece.read:
+        # of a bundle, which tells of which files it was made
+        return piece
     with suppress(OSError):
         piece = replace(piece, written_at={reader.kind: file.stat().st_mtime})
     return replace(piece, read={reader.kind: 1})
@@ -191,6 +196,10 @@ def _walk(folder: Path, root: Path, depth: int, unread: list[str]) -> Iterator[P
     """The regular files below `folder`; a link is followed to a file below `root` only."""
     if depth > MAX_EVIDENCE_DEPTH:
         unread.append(f"{folder}: lies more than {MAX_EVIDENCE_DEPTH} folders deep and was not looked at; name it.")
+        return
+    bundled = find_bundled(folder)
+    if bundled is not None:
+        yield bundled
         return
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_lite.bundle.known_words import is_known, read_known_words
-from megatron_lite.bundle.names import Names, Secret
+from megatron_lite.bundle.names import Secret, Substitutes
 
 KEPT = (
     "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, std::array<char*, 3ul> >",
@@ -35,17 +35,17 @@ TAKEN = (
 
 @pytest.mark.parametrize("text", KEPT)
 def test_a_name_of_public_software_stays(text):
-    assert Names().clean_name(text) == text
+    assert Substitutes().clean_name(text) == text
 
 
 @pytest.mark.parametrize(("text", "secret"), TAKEN)
 def test_an_unknown_part_of_a_name_goes(text, secret):
-    for clean in (Names.clean_name, Names.clean_label, Names.clean_path, Names.clean_frame):
-        assert secret not in clean(Names(), text)
+    for clean in (Substitutes.clean_name, Substitutes.clean_label, Substitutes.clean_path, Substitutes.clean_frame):
+        assert secret not in clean(Substitutes(), text)
 
 
 def test_the_same_name_has_the_same_substitute_in_all_files():
-    names = Names()
+    names = Substitutes()
     names.enter("run.json")
     first = names.clean_path("/home/zaphod/moonshot/train.py")
     names.enter("trace of rank 0")
@@ -54,13 +54,13 @@ def test_the_same_name_has_the_same_substitute_in_all_files():
 
 
 def test_different_names_have_different_substitutes():
-    names = Names()
+    names = Substitutes()
     texts = [f"name{letter}quux" for letter in "abcdefghijklmnopqrstuvwxyz"] + ["zaphodquux", "quuxzaphod"]
     assert len({names.clean_name(text) for text in texts}) == len(texts)
 
 
 def test_files_of_packages_keep_their_place_wherever_they_are_installed():
-    names = Names()
+    names = Substitutes()
     assert names.clean_path("/home/zaphod/venv/lib/python3.11/site-packages/torch/optim/adamw.py") == (
         "/site-packages/torch/optim/adamw.py"
     )
@@ -70,7 +70,7 @@ def test_files_of_packages_keep_their_place_wherever_they_are_installed():
 
 
 def test_what_is_hidden_is_found_in_known_words():
-    names = Names()
+    names = Substitutes()
     names.hide(Secret.HOST, "gpu-node-17")
     assert names.clean_label("gpu-node-17") == "label-1"
     assert "gpu-node-17" not in names.clean_name("forward gpu-node-17")
@@ -80,17 +80,17 @@ def test_what_is_hidden_is_found_in_known_words():
     "label", ["forward", "ProfilerStep#12", "data loading", "enumerate(DataLoader)#_Iter.__next__"]
 )
 def test_a_short_label_of_known_words_stays(label):
-    assert Names().clean_label(label) == label
+    assert Substitutes().clean_label(label) == label
 
 
 @pytest.mark.parametrize("label", ["loading zaphod", "the one who said what the other who said", "a\x1b[31m"])
 def test_any_other_label_is_replaced(label):
-    assert Names().clean_label(label) == "label-1"
+    assert Substitutes().clean_label(label) == "label-1"
 
 
 def test_a_command_keeps_its_known_flags_and_numbers():
     words = ["python", "/home/zaphod/train.py", "--lr", "1e-3", "--wandb-api-key=a1b2c3d4e5f6a7b8", "--zaphod", "quux"]
-    cleaned = Names().clean_command(words)
+    cleaned = Substitutes().clean_command(words)
     assert cleaned[:4] == ["python", "/path-1/train.py", "--lr", "1e-3"]
     assert not any(secret in " ".join(cleaned) for secret in ("zaphod", "quux", "a1b2c3"))
 
