@@ -157,7 +157,7 @@ class PlanCall(Call, frozen=True, kw_only=True):
             folder = folders.find_root(script)
             words[0] = str(script)
         folders.check_words([*words, *self.add], folder)
-        return Command("plan", tuple(self._list_options()), ("--", *words), folder)
+        return Command("plan", tuple(self._list_options()), ("--", *words), folder, starts_programs=True)
 
     def _list_options(self) -> list[str]:
         options = [f"--launch={self.launch}"]

@@ -48,10 +48,13 @@ class Confinement:
     Attributes:
         readable: Folders that may be read.
         writable: The only folder that may be written, absolute and without links.
+        starts_programs: Whether it starts programs, as `plan` does to read a launch script. They could read shared
+            memory of other jobs, so that it then has none, and no pools of processes.
     """
 
     readable: tuple[Path, ...]
     writable: Path
+    starts_programs: bool
 
     def apply(self) -> None:
         """Confine this process for the rest of its life."""
@@ -60,10 +63,12 @@ class Confinement:
         if has_rules:
             readable = [*self.readable, *SYSTEM_FILES, *OWN_PROCESS_AND_MACHINE, PYPROJECT]
             runnable = [*installation, *SYSTEM]
-            writable = [self.writable, *DEVICES, SEMAPHORES]
+            writable = [self.writable, *DEVICES]
+            if not self.starts_programs:
+                writable.append(SEMAPHORES)
             confine_process([PROCESSES], readable, runnable, writable)
         places = [*self.readable, *installation, self.writable]
-        sys.addaudithook(self._make_hook(places, has_rules))
+        sys.addaudithook(self._make_hook(places, self.starts_programs and has_rules))
 
     def _make_hook(self, readable: Sequence[Path], starts_programs: bool) -> Callable[[str, tuple[object, ...]], None]:
         """Make the function that Python asks before it opens, lists or changes something.

@@ -26,7 +26,9 @@ class CommandRequest(msgspec.Struct, frozen=True):
     # The current folder of the command.
     folder: str
     # Whether it is held to these folders.
-    confined: bool = True
+    confined: bool
+    # Whether it starts programs.
+    starts_programs: bool
 
 
 def run_request(file: Path) -> int:
@@ -37,7 +39,8 @@ def run_request(file: Path) -> int:
     """
     request = msgspec.json.decode(file.read_bytes(), type=CommandRequest)
     if request.confined:
-        Confinement(tuple(map(Path, request.readable)), Path(request.writable)).apply()
+        readable = tuple(map(Path, request.readable))
+        Confinement(readable, Path(request.writable), request.starts_programs).apply()
     os.chdir(request.folder)
     return main(list(request.argv))
 

@@ -45,6 +45,7 @@ class Command:
         words: What stands behind the options.
         folder: Its current folder.
         writes_json: Whether it knows --json.
+        starts_programs: Whether it starts programs.
         confined: Whether it may reach only the named folders; a script that is run may reach all that the user may.
     """
 
@@ -53,6 +54,7 @@ class Command:
     words: tuple[str, ...]
     folder: Path
     writes_json: bool = True
+    starts_programs: bool = False
     confined: bool = True
 
     def list_words(self, answer: Path) -> list[str]:
@@ -163,6 +165,7 @@ def _write_start(command: Command, roots: tuple[Path, ...], scratch: Path) -> li
         writable=str(scratch),
         folder=str(command.folder),
         confined=command.confined,
+        starts_programs=command.starts_programs,
     )
     file = scratch / COMMAND_FILE
     file.write_bytes(msgspec.json.encode(request))

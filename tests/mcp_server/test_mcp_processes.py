@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -32,10 +33,11 @@ b=$(cat {outside}/secret)
 read c < {outside}/secret
 d=$(</proc/{process}/environ)
 e=$(cat /proc/{process}/environ)
+f=$(<{shared})
 source {outside}/secret
 echo x > {inside}/written
 echo x > {outside}/written
-torchrun --nproc-per-node 2 pretrain_gpt.py {flags} --tensorboard-dir "inside-$a-$b-$c-$d-$e" --vocab-file {vocab}
+torchrun --nproc-per-node 2 pretrain_gpt.py {flags} --tensorboard-dir "inside-$a-$b-$c-$d-$e-$f" --vocab-file {vocab}
 """
 needs_rules = pytest.mark.skipif(find_version() == 0, reason="this kernel has no Landlock")
 
@@ -47,8 +49,17 @@ def process():
         yield started.pid
 
 
+@pytest.fixture(scope="module")
+def shared():
+    """A file in shared memory, as loaders of another job have them."""
+    with tempfile.NamedTemporaryFile("w", dir="/dev/shm") as file:
+        file.write(SECRET)
+        file.flush()
+        yield file.name
+
+
 @pytest.fixture
-def folder(tmp_path, process):
+def folder(tmp_path, process, shared):
     """A folder with a trace, links that lead out of it, and a script that looks elsewhere; beside it what it looks for."""
     inside = tmp_path / "inside"
     outside = tmp_path / "outside"
@@ -63,10 +74,26 @@ def folder(tmp_path, process):
     # taken for modules by a Python that looks into its current folder
     for name in ("numpy.py", "msgspec.py", "megatron_lite.py"):
         (inside / name).write_text(f"open({str(inside / 'ran')!r}, 'w')")
-    script = NOSY_SCRIPT.format(inside=inside, outside=outside, process=process, flags=FLAGS, vocab="none.json")
+    names = {"inside": inside, "outside": outside, "process": process, "shared": shared}
+    script = NOSY_SCRIPT.format(**names, flags=FLAGS, vocab="none.json")
     (inside / "train.sh").write_text(script)
     (inside / "vocab.sh").write_text(script.replace("none.json", str(outside / "vocab.json")))
     return inside
+
+
+@needs_rules
+def test_a_report_may_use_pools_of_processes_and_starts_no_program(tmp_path):
+    code = (
+        "import subprocess\nfrom concurrent.futures import ProcessPoolExecutor\nfrom pathlib import Path\n"
+        "from megatron_lite.mcp_server.confine import Confinement\n"
+        f"Confinement((), Path({str(tmp_path)!r}), starts_programs=False).apply()\n"
+        "with ProcessPoolExecutor(1) as pool:\n    print(pool.submit(len, 'abc').result())\n"
+        "try:\n    subprocess.run(['/bin/true'])\nexcept PermissionError:\n    print('refused')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=False, timeout=LIMIT_S
+    )
+    assert (done.stdout.split(), done.stderr) == (["3", "refused"], "")
 
 
 def list_tree(folder: Path) -> list[tuple[str, int]]:
@@ -80,7 +107,7 @@ def test_a_launch_script_reads_and_writes_nothing_outside(folder):
     result = ask_process(make_options(folder), "plan", command=["train.sh"])
     assert not result.is_error, read_text(result)
     whole = json.dumps(result.structured_content)
-    assert "inside-----" in whole and SECRET not in whole + read_text(result)
+    assert "inside------" in whole and SECRET not in whole + read_text(result)
     assert list_tree(folder.parent) == before
 
 
@@ -125,6 +152,7 @@ def test_without_rules_of_the_kernel_the_hook_holds(folder, tmp_path, argv, name
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     request = {"argv": argv, "readable": [str(folder)], "writable": str(scratch), "folder": str(folder)}
+    request |= {"confined": True, "starts_programs": True}
     (scratch / COMMAND_FILE).write_text(json.dumps(request))
     (scratch / "start.py").write_text(RUN_WITHOUT_RULES)
     before = list_tree(folder.parent / "outside"), list_tree(folder)
