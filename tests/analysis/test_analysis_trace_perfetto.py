@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from support.perfetto_maker import (
     BASE_NS,
+    TORCH_JSON,
+    TORCH_PACKETS,
     as_torch_writes_json,
     field,
     message,
@@ -25,10 +27,6 @@ from megatron_lite.analysis.trace.perfetto_packets import is_perfetto
 from megatron_lite.analysis.trace.read import read_traces
 from megatron_lite.errors import UserError
 
-# Both written by torch 2.14.1 of one window of its CUPTI monitor, whose records were made.
-TRACES = Path(__file__).parent / "traces"
-TORCH_JSON = TRACES / "torch_2_14_rank0.json.gz"
-TORCH_PACKETS = TRACES / "torch_2_14_rank0.pftrace.gz"
 OVERHEAD = 9  # the profiler's own work, whose process is -1 in the JSON
 BEGIN, END = 1, 2
 

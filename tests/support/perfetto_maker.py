@@ -9,8 +9,12 @@ import struct
 from collections.abc import Iterable
 from pathlib import Path
 
+from support.paths import TESTS
 from support.trace_maker import MadeTrace
 
+# Both written by torch 2.14.1 of one window of its CUPTI monitor, whose records were made.
+TORCH_JSON = TESTS / "analysis" / "traces" / "torch_2_14_rank0.json.gz"
+TORCH_PACKETS = TESTS / "analysis" / "traces" / "torch_2_14_rank0.pftrace.gz"
 BASE_NS = 1_700_000_000_000_000_000
 STAGES = {"kernel": (1, "Kernel"), "gpu_memcpy": (2, "Memcpy"), "gpu_memset": (3, "Memset")}
 STAGES |= {"gpu_user_annotation": (4, "Annotation")}

@@ -26,6 +26,7 @@ from megatron_lite.analysis.findings.base import (
 )
 from megatron_lite.analysis.graph.edits.kernels import limit_kernels
 from megatron_lite.analysis.intervals import Integers, Numbers
+from megatron_lite.analysis.kernels.device_counters import describe_counters
 from megatron_lite.analysis.kernels.kernel_results import MATRIX_ROLES, KernelRow, Role, RooflineRow, TensorCores
 from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.run_facts import Facts
@@ -473,6 +474,7 @@ def find_below_roofline(facts: Facts, one: RankFacts) -> Finding | Observation:
         f"time above the floor: {one.of_step(cost)}",
         "; ".join(remedy.advice for remedy in remedies),
         *(_describe_slow_product(facts, part) for part in low[:MAX_SHOWN]),
+        *_list_measured(one),
         flags=tuple(flag for remedy in remedies for flag in remedy.flags),
         certain=False,
         at_least=MAX_SHARE_ABOVE_FLOOR,
@@ -523,6 +525,12 @@ def _reach_roofline(
         is_in_phase = phase_of_row == phases.index(phase)
         kept[is_of_name & is_in_phase] = 1 - ms / taken_ms[name, phase]
     return _shorten_kernels(facts, one, "bring products to the hardware's limit", rows, kept)
+
+
+def _list_measured(one: RankFacts) -> list[Evidence]:
+    """List what the device's counters measured, where the trace has them."""
+    measured = describe_counters(one.kernels.counters)
+    return [Evidence(measured, "")] if measured else []
 
 
 def _list_bounded(one: RankFacts) -> Iterator[BoundedProduct]:

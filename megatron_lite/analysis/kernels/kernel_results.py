@@ -88,6 +88,18 @@ class RooflineRow:
 
 
 @dataclass(frozen=True)
+class CounterUse:
+    """A counter of the device in the steady steps, as CUPTI's PM sampling read it. Means are weighted by time."""
+
+    name: str  # as the file names it: "SM Active (%)", "dram__throughput.avg.pct_of_peak_sustained_elapsed"
+    meaning: str  # "sm active", "memory": its share of the peak in %; "" for any other counter
+    mean: float  # of the steady steps, in the unit that the name gives
+    working: float | None  # of the samples in which the device worked all the time; None: there are none
+    by_role: dict[Role, float]  # of the samples in which only kernels of one role ran, all the time
+    samples: int  # in the steady steps
+
+
+@dataclass(frozen=True)
 class RankKernels:
     """Kernels, operators and speed of light of one rank; the defaults are of one whose kernels cannot be analyzed."""
 
@@ -110,4 +122,5 @@ class RankKernels:
     notes: tuple[str, ...] = ()
     without_tensor_cores: dict[str, float] = field(default_factory=dict)  # reason -> ms of matrix_ms
     attention_flops: float | None = None  # part of model_flops: all scores; a causal model needs half of them
+    counters: tuple[CounterUse, ...] = ()  # () where the trace has none
     recomputed_flops: float = 0.0  # per step, in recomputed activations; not part of model_flops

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_lite.analysis.intervals import Numbers
+from megatron_lite.analysis.kernels.device_counters import measure_counters
 from megatron_lite.analysis.kernels.kernel_names import KernelName, short_name, taken_apart
 from megatron_lite.analysis.kernels.kernel_results import (
     MATRIX_ROLES,
@@ -73,6 +74,7 @@ def rank_kernels(trace: Trace, placing: Placing, time: RankTime) -> RankKernels:
         without_tensor_cores=_sum_reasons(matrix, known),
         attention_flops=flops.attention if flops.model else None,
         recomputed_flops=flops.recomputed,
+        counters=measure_counters(chosen, time, {row.name: row.role for row in kernels}),
     )
 
 

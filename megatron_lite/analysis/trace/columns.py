@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_lite.analysis.core_use import CoreUse
-from megatron_lite.analysis.intervals import Cover, Flags, Integers, Nesting, union
+from megatron_lite.analysis.intervals import Cover, Flags, Integers, Nesting, Numbers, union
 from megatron_lite.errors import UserError
 from megatron_lite.formats.hardware_record import HardwareFigures
 from megatron_lite.formats.run_record import MAX_RANKS
@@ -139,6 +139,20 @@ def make_no_memory_events() -> MemoryEvents:
 
 
 @dataclass(frozen=True)
+class CounterSamples:
+    """Samples of counters in devices, m in the file's order. A sample stands for the time until the next one."""
+
+    names: tuple[str, ...] = ()  # as written: "SM Active (%)", "dram__throughput.avg.pct_of_peak_sustained_elapsed"
+    name: Integers = field(default_factory=lambda: np.empty(0, np.int64))  # [m], index into names
+    device: Integers = field(default_factory=lambda: np.empty(0, np.int64))  # [m]
+    time_ns: Integers = field(default_factory=lambda: np.empty(0, np.int64))  # [m], when it began
+    value: Numbers = field(default_factory=lambda: np.empty(0, np.float64))  # [m], in the unit that the name gives
+
+    def __len__(self) -> int:
+        return len(self.time_ns)
+
+
+@dataclass(frozen=True)
 class Trace:
     """Events of a process, and what its file says about the machine."""
 
@@ -167,6 +181,7 @@ class Trace:
     # header values worth showing: distributed backend, NCCL version, ...
     facts: dict[str, Any] = field(default_factory=dict)
     hardware: HardwareFigures | None = None  # samples of the rank's clocks and errors; None: the file has none
+    counters: CounterSamples = field(default_factory=CounterSamples)  # of CUPTI's PM sampling, where it was recorded
     cores: CoreUse | None = None  # what the process got of the cores in the recorded steps; None: the file does not say
 
     @property

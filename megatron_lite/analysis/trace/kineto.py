@@ -32,6 +32,7 @@ from megatron_lite.analysis.trace.columns import (
 from megatron_lite.analysis.trace.diagnostics import read_warnings, tells_of_loss
 from megatron_lite.analysis.trace.file_blocks import first_bytes
 from megatron_lite.analysis.trace.foreign import NOT_PYTORCH, NOT_PYTORCH_PACKETS, find_foreign
+from megatron_lite.analysis.trace.kineto_counters import CollectedCounters
 from megatron_lite.analysis.trace.kineto_json import (
     NO_ARGS,
     Chunks,
@@ -127,6 +128,7 @@ class Collected:
     instants: list[Columns] = field(default_factory=list)
     tracks: Tracks = field(default_factory=Tracks)
     halves: list[Event] = field(default_factory=list)  # "B" and "E" entries: beginnings and ends of spans
+    counters: CollectedCounters = field(default_factory=CollectedCounters)
     has_critical_path: bool = False  # arrows that HTA adds
 
     def add(self, events: Sequence[Event]) -> None:
@@ -154,6 +156,7 @@ class Collected:
         for half in [event for event in events if event.ph in ("B", "E")]:
             if half.ts is not None and Decimal(half.ts).is_finite():
                 self.halves.append(half)
+        self.counters.add(events)
         self.has_critical_path |= any(event.cat == CRITICAL_PATH for event in events)
         metadata = [event for event in events if event.ph == "M"]
         self.tracks.add(list(map(read_metadata, metadata)))
@@ -634,6 +637,7 @@ def _build_trace(
         collectives=tuple(collected.collectives),
         events=events,
         memory=_read_memory(collected.instants, first_ns),
+        counters=collected.counters.build(first_ns),
         notes=tuple(dict.fromkeys((*damage, *notes, *mended))),
         damage=tuple(damage),
         diagnostics=diagnostics,

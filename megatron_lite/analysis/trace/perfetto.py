@@ -35,7 +35,7 @@ from megatron_lite.analysis.trace.perfetto_names import (
     NAME_TABLE,
     SPECIFICATION_TABLE,
     TEXT_TABLE,
-    Names,
+    SequenceNames,
     ThreadTrack,
     read_track,
 )
@@ -121,7 +121,7 @@ class PacketChunks:
         self._max_open = max_open
         self._too_many = False
         self._base_ns = _NO_TIME  # the first packet's time
-        self._names: dict[int, Names] = {}  # by sequence
+        self._names: dict[int, SequenceNames] = {}  # by sequence
         self._tracks: dict[int, ThreadTrack] = {}
         self._runs: dict[int, SliceRun] = {}  # by sequence
 
@@ -159,7 +159,7 @@ class PacketChunks:
         borders = [0, *cleared, len(packets)]
         for first, behind in pairwise(borders):
             if first in cleared:
-                self._names[int(packets.sequence[first])] = Names()
+                self._names[int(packets.sequence[first])] = SequenceNames()
             is_own = np.zeros(len(packets), bool)
             is_own[first:behind] = True
             self._read_names(packets, is_own)
@@ -203,10 +203,10 @@ class PacketChunks:
             names = self._names_of(int(packets.sequence[row]))
             names.add(packets.text.content, int(starts[row]), int(ends[row]))
 
-    def _names_of(self, sequence: int) -> Names:
+    def _names_of(self, sequence: int) -> SequenceNames:
         names = self._names.get(sequence)
         if names is None:
-            names = self._names[sequence] = Names()
+            names = self._names[sequence] = SequenceNames()
         return names
 
     # --- slices

@@ -34,8 +34,8 @@ class GpuCounters:
 
 
 @dataclass
-class Names:
-    """Names that one sequence of packets has given so far."""
+class SequenceNames:
+    """SequenceNames that one sequence of packets has given so far."""
 
     tables: dict[int, dict[int, str]] = field(default_factory=lambda: {number: {} for number in _NAMED})
     counters: dict[int, GpuCounters] = field(default_factory=dict)

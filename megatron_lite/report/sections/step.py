@@ -4,7 +4,8 @@ limits."""
 from collections.abc import Sequence
 from functools import partial
 
-from megatron_lite.analysis.kernels.kernel_results import RankKernels, RooflineRow
+from megatron_lite.analysis.kernels.device_counters import describe_counters
+from megatron_lite.analysis.kernels.kernel_results import CounterUse, RankKernels, RooflineRow
 from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.run_facts import Facts
@@ -12,7 +13,7 @@ from megatron_lite.analysis.time.time_results import ROW_TITLES, PhaseTime, Rank
 from megatron_lite.report import palette
 from megatron_lite.report.section import READS_AS_ZERO, Lines, Section, Table, build_share_table, limit_rows
 from megatron_lite.report.text import calls, fit, flops, milliseconds, percent, share
-from megatron_lite.units import significant
+from megatron_lite.units import counted, significant
 
 TITLES_ON_CPU = {
     "compute": "operators",
@@ -338,7 +339,21 @@ def _describe_rates(rank: RankFacts) -> list[str]:
         unknown = kernels.maybe_tensor_core_ms / kernels.matrix_ms
         doubt = f"; unknown for {percent(unknown)}" if unknown > 0.005 else ""
         rates.append(f"tensor cores: {used} of the {milliseconds(kernels.matrix_ms)} ms {products}{doubt}")
+    measured = describe_counters(kernels.counters)
+    if measured:
+        rates.append(measured)
+    for counter in kernels.counters:
+        rates.append(_describe_counter(counter))
     return rates
+
+
+def _describe_counter(counter: CounterUse) -> str:
+    """Write a counter's mean, and what it is while kernels of one role run."""
+    parts = [f"{significant(counter.mean)} over {counted(counter.samples, 'sample')}"]
+    if counter.working is not None:
+        parts.append(f"{significant(counter.working)} while the device works")
+    parts += [f"{significant(value)} in {role}" for role, value in counter.by_role.items()]
+    return f"{counter.name}: {', '.join(parts)}"
 
 
 def _describe_peak(kernels: RankKernels) -> str:
