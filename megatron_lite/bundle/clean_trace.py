@@ -12,18 +12,25 @@ from typing import Any
 import msgspec
 
 from megatron_lite.analysis.trace.diagnostics import read_warnings
-from megatron_lite.analysis.trace.kineto import OUTPUT_MASK, read_header, read_kept_damage
+from megatron_lite.analysis.trace.kineto import (
+    CRITICAL_PATH,
+    MAX_EVENTS,
+    OUTPUT_MASK,
+    open_chunks,
+    read_header,
+    read_kept_damage,
+)
 from megatron_lite.analysis.trace.kineto_json import NO_ARGS, Chunks, Event, EventArgs, Id, read_text
+from megatron_lite.analysis.trace.perfetto import PacketChunks
 from megatron_lite.bundle.names import Substitutes
 from megatron_lite.formats.trace_header import CORES_IN_TRACE, HARDWARE_IN_TRACE, KEPT_DAMAGE, KeptDamage
 
+AnyChunks = Chunks | PacketChunks
 _DIMS = re.compile(rb"[\[\]\d,\s-]*")
-_NUMBERS = tuple(
-    field
-    for field in msgspec.structs.fields(EventArgs)
-    if field.default in (-1, 0, None) and field.name not in ("collective", "dtype", "group")
-)
-_NAMES = ("collective", "dtype", "group")
+# fields that may be shown as far as they are numbers
+_NUMBERS = tuple(field for field in msgspec.structs.fields(EventArgs) if field.type is not msgspec.Raw)
+# fields of which known words stay
+_NAMES = ("collective", "dtype", "group", "copy", "source_memory", "target_memory")
 _ENCODED = {field.name: field.encode_name for field in msgspec.structs.fields(EventArgs)}
 # X: a span; B and E: its ends; M: a track's name; i: memory
 _PHASES = ("X", "B", "E", "M", "i")
@@ -58,7 +65,7 @@ def clean_trace(source: Path, target: Path, names: Substitutes) -> None:
     Raises:
         TraceError: `source` is no trace.
     """
-    chunks = Chunks(source)
+    chunks = open_chunks(source, MAX_EVENTS)
     with tempfile.TemporaryFile() as events:
         with gzip.open(events, "wb", compresslevel=1) as written:
             _write_events(chunks, written, names)
@@ -72,7 +79,7 @@ def clean_trace(source: Path, target: Path, names: Substitutes) -> None:
     names.drop("other keys of the trace's header", len(set(chunks.header) - _HEADER_KEYS))
 
 
-def _write_events(chunks: Chunks, file: gzip.GzipFile, names: Substitutes) -> None:
+def _write_events(chunks: AnyChunks, file: gzip.GzipFile, names: Substitutes) -> None:
     """Write the events that are kept, with commas between them."""
     cleaner = _EventCleaner(names)
     is_first = True
@@ -123,11 +130,11 @@ class _EventCleaner:
         cleaned: dict[str, Any] = {}
         for field in _NUMBERS:
             value = getattr(args, field.name)
-            if value != field.default:
+            if isinstance(value, int | float) and value != field.default:
                 cleaned[field.encode_name] = value
         for name in _NAMES:
             text = getattr(args, name)
-            if text is not None:
+            if isinstance(text, str):
                 cleaned[_ENCODED[name]] = self.names.clean_name(text)
         if args.dims:
             self._add_shapes(cleaned, args)
@@ -169,6 +176,9 @@ class _EventCleaner:
 
 
 def _is_read(event: Event) -> bool:
+    if event.cat == CRITICAL_PATH:
+        # tells that another tool has left out events
+        return True
     return event.ph in _PHASES and (event.ph != "i" or event.name == _MEMORY)
 
 
@@ -190,7 +200,7 @@ _HEADER_KEYS = {
 }
 
 
-def _clean_header(chunks: Chunks, source: Path, names: Substitutes) -> dict[str, Any]:
+def _clean_header(chunks: AnyChunks, source: Path, names: Substitutes) -> dict[str, Any]:
     """What stands beside the events, as its reader takes it."""
     header = chunks.header
     read = read_header(header, source, 0)
@@ -255,7 +265,7 @@ def _keep_numbers(written: object) -> dict[str, float]:
     return {str(key): value for key, value in written.items() if isinstance(value, int | float)}
 
 
-def _describe_damage(chunks: Chunks, names: Substitutes) -> KeptDamage | None:
+def _describe_damage(chunks: AnyChunks, names: Substitutes) -> KeptDamage | None:
     """What was wrong with the file, so that a report on the new one knows it."""
     kept = read_kept_damage(chunks.header)
     text = chunks.damage or kept.text

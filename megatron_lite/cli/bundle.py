@@ -1,6 +1,7 @@
 """Writes what `megatron-lite report --bundle FILE` asks for: a report and what it was made from, to show to others."""
 
 import math
+import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 MAX_DIFFERENCES = 5  # that a line names
 # how long reading took, and names of files
-NOT_OF_THE_RUN = ("read_s", "paths", "title")
+NOT_OF_THE_RUN = ("read_s", "paths", "title", "gaps")
 
 
 class Bundle:
@@ -72,7 +73,11 @@ class Bundle:
     def write(self, path: Path) -> str:
         """Write the archive. Returns the line that names it."""
         from megatron_lite.bundle.archive import MAX_BUNDLE_BYTES, write_archive
+        from megatron_lite.bundle.last_look import find_secrets_left, list_secrets
 
+        left = list(find_secrets_left(self.folder, list_secrets(os.environ)))
+        if left:
+            raise UserError(f"--bundle {path}: not written, a secret is left in {left[0]}; please report this bug.")
         num_bytes = sum(file.stat().st_size for file in self.folder.iterdir())
         if num_bytes > MAX_BUNDLE_BYTES:
             raise UserError(
@@ -132,6 +137,9 @@ def find_differences(report: "Report", again: "Report") -> Iterator[str]:
     codes = [finding.code for finding in report.findings]
     if codes != [finding.code for finding in again.findings]:
         yield "findings"
+    # fewer is right: files that nobody reads are not in a bundle
+    if len(again.facts.gaps) > len(report.facts.gaps):
+        yield "gaps"
     yield from _compare_numbers(before, after, "")
 
 

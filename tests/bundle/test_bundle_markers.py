@@ -16,6 +16,7 @@ from support.bundle_check import find_secrets
 from support.snapshot_maker import MadeSnapshot
 from support.trace_maker import gpu_run, write
 
+from megatron_lite.analysis.trace.kineto_json import EventArgs
 from megatron_lite.bundle.clean_folder import clean_folder
 from megatron_lite.bundle.clean_records import RULES, clean_record
 from megatron_lite.bundle.names import Substitutes
@@ -152,6 +153,8 @@ def make_everything(path):
         {"ph": "M", "name": name, "pid": 1, "tid": 1, "ts": 0, "args": {"name": MARKER}}
         for name in ("process_name", "thread_name")
     ]
+    arguments = {field.encode_name: MARKER for field in msgspec.structs.fields(EventArgs)}
+    marked.append(sound["traceEvents"][0] | {"args": arguments | {"Input Dims": [MARKER], "Input type": [MARKER]}})
     header = mark({key: value for key, value in sound.items() if key != "traceEvents"})
     header |= {"host_name": MARKER, "WARNING": [MARKER], "megatron_lite_cores": {"steps": 1, "ms": 1.0, MARKER: MARKER}}
     header |= {"deviceProperties": [{"id": 0, "name": MARKER}], "trace_id": MARKER}

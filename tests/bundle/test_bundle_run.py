@@ -5,6 +5,7 @@ import zipfile
 
 import pytest
 from support.bundle_check import find_secrets, make_bundle, unzip
+from support.paths import TRACES
 from support.run_maker import PLAN, RECORD, folder, ranks, step
 from support.trace_maker import MadeTrace, gpu_run
 
@@ -115,6 +116,15 @@ def test_what_cannot_be_written_is_one_line(tmp_path):
         run([str(place), "--no-html", "--bundle", str(tmp_path / "nowhere" / "it.zip")])
 
 
+def test_a_secret_of_the_environment_that_is_left_stops_writing(tmp_path, monkeypatch):
+    place = make_run(tmp_path / "run-1")
+    # known words alone, as no key is
+    monkeypatch.setenv("SOME_API_KEY", "micro_batch_size")
+    with pytest.raises(UserError, match="SOME_API_KEY"):
+        run([str(place), "--no-html", "--bundle", str(tmp_path / "it.zip")])
+    assert not (tmp_path / "it.zip").exists()
+
+
 def test_an_archive_writes_nowhere_else(tmp_path):
     path = tmp_path / "evil.zip"
     with zipfile.ZipFile(path, "w") as archive:
@@ -155,6 +165,14 @@ def test_another_archive_is_no_bundle(tmp_path):
     opened = tmp_path / "opened"
     opened.mkdir()
     assert open_bundle(path, opened) is None
+
+
+@pytest.mark.parametrize("name", ["v100_dlrm_8ranks", "h100_qwen_stacks", "a100_ddp_nccl_rank0of2"])
+def test_a_public_trace_tells_the_same(name, tmp_path):
+    if not (TRACES / name).is_dir():
+        pytest.skip("public traces are not part of the project")
+    folder, _ = make_bundle([TRACES / name], tmp_path / "made")
+    assert find_secrets(folder, ["moca/", "D74EA3FAC1814011AB8FC4FC00427B48"]) == []
 
 
 def test_ranks_without_a_number_stay_apart(tmp_path):
