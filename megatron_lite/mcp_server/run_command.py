@@ -4,6 +4,7 @@ A process ends when its time is up, takes its memory along, and can crash withou
 """
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -181,7 +182,8 @@ def _choose_environment(command: Command, scratch: Path) -> Mapping[str, str]:
     if places:
         kept["PYTHONPATH"] = os.pathsep.join(places)
     # PYTHONSAFEPATH: modules are never taken from the current folder
-    return {**kept, "TMPDIR": str(scratch), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONSAFEPATH": "1"}
+    own = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONSAFEPATH": "1", "PYTHONIOENCODING": "utf-8"}
+    return {**kept, **own, "TMPDIR": str(scratch)}
 
 
 def read_result(command: Command, exit_code: int, errors: str, scratch: Path) -> CommandResult:
@@ -200,7 +202,7 @@ def read_result(command: Command, exit_code: int, errors: str, scratch: Path) ->
         printed = read_foreign(scratch / PRINTED_FILE, MAX_ANSWER_BYTES).decode("utf-8", "replace")
         answer = scratch / ANSWER_FILE
         has_answer = command.writes_json and answer.is_file()
-        content = msgspec.json.decode(read_foreign(answer, MAX_ANSWER_BYTES)) if has_answer else {}
+        content = _decode(read_foreign(answer, MAX_ANSWER_BYTES)) if has_answer else {}
     except OSError as error:
         raise UserError(f"{command.name}: its answer cannot be read ({error.strerror}); ask about less.") from None
     lines = printed.rstrip().splitlines()
@@ -214,3 +216,12 @@ def read_result(command: Command, exit_code: int, errors: str, scratch: Path) ->
         remedy = f"megatron-lite {command.name} in a terminal shows more."
         mistakes = [f"{command.name}: ended without an answer, exit code {exit_code} ({last}); {remedy}"]
     raise UserError("\n".join(mistakes))
+
+
+def _decode(raw: bytes) -> Any:
+    """Read JSON, whose texts may hold halves of letters, as names of files do that are no text: "?" stands for them."""
+    try:
+        return msgspec.json.decode(raw)
+    except msgspec.DecodeError:
+        text = json.dumps(json.loads(raw), ensure_ascii=False)
+        return msgspec.json.decode(text.encode("utf-8", "replace"))

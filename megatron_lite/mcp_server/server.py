@@ -26,7 +26,7 @@ from megatron_lite.mcp_server.answers import ToolAnswer, bound_answer
 from megatron_lite.mcp_server.calls import CALLS, Call
 from megatron_lite.mcp_server.folders import NamedFolders
 from megatron_lite.mcp_server.run_command import Command, CommandResult, Report, run_command
-from megatron_lite.terminal import describe_version
+from megatron_lite.terminal import describe_version, escape
 
 NAME = "megatron-lite"
 MAX_CALLS_AT_ONCE = 2
@@ -96,7 +96,7 @@ def serve_on_stdio(options: ServerOptions) -> None:
 
 
 def _write_instructions(options: ServerOptions) -> str:
-    folders = ", ".join(map(str, options.folders.roots))
+    folders = escape(", ".join(map(str, options.folders.roots)))
     return (
         "Explains PyTorch training runs: why steps are slow, why memory peaks, why a job failed; predicts memory and "
         f"speed. Reads only files in {folders}; paths may be relative to them. Writes nothing. An answer has at most "
@@ -178,7 +178,8 @@ def _read_call(params: CallToolRequestParams) -> Call:
 
 
 def _describe_error(lines: list[str]) -> CallToolResult:
-    text = "\n".join(lines)
+    # names of files may hold what no message of the protocol can
+    text = "\n".join(map(escape, lines))
     if len(text) > MAX_MISTAKE_CHARACTERS:
         text = f"{text[:MAX_MISTAKE_CHARACTERS]} ..."
     return CallToolResult(content=[TextContent(text=text)], is_error=True)

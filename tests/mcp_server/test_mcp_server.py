@@ -1,6 +1,7 @@
 """The tools, asked by the package's own client in this process; test_mcp_processes.py asks them as users do."""
 
 import json
+import shutil
 
 import anyio
 import pytest
@@ -134,6 +135,23 @@ def test_a_mistake_is_an_error_that_names_it(folder, name, arguments, named):
     assert result.is_error and result.structured_content is None
     assert named in read_text(result)
     assert len(read_text(result).splitlines()) == 1 or name == "plan"
+
+
+def test_names_of_files_may_be_no_text(tmp_path):
+    """A half of a letter would end the connection: no message can hold it."""
+    odd = tmp_path / "odd\udcff"
+    shutil.copy(gpu_run(steps=5).write(tmp_path / "run"), tmp_path / "run" / "a\udcff.pt.trace.json")
+    odd.mkdir()
+    options = make_options(tmp_path)
+    answers = [
+        ask(options, "report", paths=["run"]),
+        ask(options, "report", paths=["none"]),
+        ask(make_options(odd), "report", paths=["none"]),
+    ]
+    assert [answer.is_error for answer in answers] == [False, True, True]
+    for answer in answers:
+        answer.model_dump_json()
+    assert build_server(make_options(odd)).instructions.encode()
 
 
 def test_a_defect_of_ours_ends_the_call_only(folder):
