@@ -21,6 +21,7 @@ from support.trace_maker import MadeTrace, cpu_run, gpu_run, write
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.discover import discover_sources
+from megatron_lite.analysis.findings.base import CheckResult
 from megatron_lite.analysis.trace.columns import Trace
 from megatron_lite.analysis.trace.perfetto import PacketChunks
 from megatron_lite.analysis.trace.perfetto_packets import is_perfetto
@@ -73,6 +74,17 @@ def test_the_report_divides_the_step_alike():
     assert packets.kernels.roles == of_json.kernels.roles
 
 
+def test_copies_without_a_direction_are_not_denied():
+    """Of batches from pinned memory and of copies per batch a report says that it cannot see them."""
+    answers = {}
+    for path in (TORCH_PACKETS, TORCH_JSON):
+        asked = [check for check in analyze([path]).checks if check.number in (5, 6)]
+        answers[path] = [check.answer for check in asked]
+        told = [one.text for check in asked for one in check.evidence]
+        assert not [text for text in told if text.startswith("no copy")]
+    assert answers == {TORCH_PACKETS: [CheckResult.NOT_VISIBLE] * 2, TORCH_JSON: [CheckResult.PASSED] * 2}
+
+
 def two_streams() -> MadeTrace:
     made = gpu_run(steps=4, all_reduce_us=300.0, world_size=4, item=True)
     made.memset(300, 310, 200, 64)
@@ -111,6 +123,12 @@ def test_ranks_that_the_file_does_not_name_are_missed(tmp_path):
     assert [one.confidence for one in verdicts] == ["low", "low"]
     alone = read(write_pftrace(gpu_run(steps=4), tmp_path))
     assert alone.least_world_size is None
+
+
+def test_json_under_the_name_of_packets(tmp_path):
+    """torch 2.13 writes JSON, whatever the file's name says."""
+    path = gpu_run(steps=4).write(tmp_path).rename(tmp_path / "rank0.pftrace")
+    assert discover_sources([path]).traces == (path,) and len(read(path).devices) == 1
 
 
 @pytest.mark.parametrize("name", ["a.pftrace", "a.pftrace.gz", "a.perfetto-trace", "a.json", "a"])

@@ -34,6 +34,7 @@ from megatron_lite.analysis.run_facts import Facts, measure_ordinary
 from megatron_lite.analysis.time.find_phases import TO_DEVICE as TO_GPU
 from megatron_lite.analysis.time.time_results import SyncSite
 from megatron_lite.analysis.trace.columns import Kind
+from megatron_lite.analysis.trace.kineto_kinds import COPY
 from megatron_lite.formats.file_names import RUN_FILE, STEPS_FILE
 from megatron_lite.phases import Phase
 from megatron_lite.units import counted, significant, size
@@ -316,7 +317,7 @@ def _look_at_batch_copies(one: RankFacts) -> Observation:
     named = [row for row, name in names.items() if PINNED_OR_NOT.search(name)]
     if not named:
         steady = counted(one.steady_steps, "steady step")
-        text = f"no copy from the host in {steady}"
+        text = _describe_no_copies(one)
         if len(to_device):
             text = f"the events do not say from which memory, {counted(len(to_device), 'copy')} in {steady}"
         return could_not_look(Evidence(text, one.where()))
@@ -352,6 +353,15 @@ def _look_at_batch_waits(one: RankFacts, seen: Evidence) -> Observation:
     if one.share(idle_ms) >= MIN_SHARE_SHOWN:
         return saw_wrong("copy with .to(device, non_blocking=True)", seen, waited, code="sync-in-step")
     return saw(seen, waited)
+
+
+def _describe_no_copies(one: RankFacts) -> str:
+    """Say that no copy from the host is known; Perfetto's packets of torch do not say where copies go."""
+    steady = counted(one.steady_steps, "steady step")
+    vague = one.rows_named(lambda name: name == COPY, Kind.MEMCPY)
+    if len(vague):
+        return f"{counted(len(vague), 'copy')} in {steady}, whose direction the trace does not say"
+    return f"no copy from the host in {steady}"
 
 
 def _look_without_gpu(one: RankFacts) -> Observation:
@@ -398,8 +408,7 @@ def find_small_copies(facts: Facts, one: RankFacts) -> Finding | Observation:
     # -1: the trace does not say
     copies = copies[num_bytes[copies] >= 0]
     if not len(copies):
-        steady = counted(one.steady_steps, "steady step")
-        return could_not_look(Evidence(f"no copy from the host in {steady}", one.where()))
+        return could_not_look(Evidence(_describe_no_copies(one), one.where()))
     small = copies[num_bytes[copies] <= SMALL_COPY_BYTES]
     transfers = counted(one.per_step(copies), "transfer")
     of_these = f"{significant(one.per_step(small))} of at most {size(SMALL_COPY_BYTES)}"
