@@ -23,7 +23,7 @@ from megatron_lite.errors import UserError
 from megatron_lite.mcp_server.confined_command import CommandRequest
 from megatron_lite.shared_files import read_foreign
 
-Report = Callable[[float, str], Awaitable[None]]
+ReportProgress = Callable[[float, str], Awaitable[None]]
 MODULE = "megatron_lite.mcp_server.confined_command"
 COMMAND_FILE = "command.json"
 ANSWER_FILE = "answer.json"
@@ -79,7 +79,9 @@ class CommandResult:
     lines: list[str]
 
 
-async def run_command(command: Command, roots: tuple[Path, ...], limit_s: float, report: Report) -> CommandResult:
+async def run_command(
+    command: Command, roots: tuple[Path, ...], limit_s: float, report: ReportProgress
+) -> CommandResult:
     """Run a command to its end.
 
     Args:
@@ -134,7 +136,7 @@ class _Errors:
         return whole[-1] if whole else ""
 
 
-async def _listen(process: anyio.abc.Process, errors: _Errors, report: Report) -> None:
+async def _listen(process: anyio.abc.Process, errors: _Errors, report: ReportProgress) -> None:
     """Read what a command writes to stderr until it ends, and report."""
     began = anyio.current_time()
 

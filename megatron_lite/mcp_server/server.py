@@ -25,14 +25,14 @@ from megatron_lite.errors import UserError, first_line
 from megatron_lite.mcp_server.answers import ToolAnswer, bound_answer
 from megatron_lite.mcp_server.calls import CALLS, Call
 from megatron_lite.mcp_server.folders import NamedFolders
-from megatron_lite.mcp_server.run_command import Command, CommandResult, Report, run_command
+from megatron_lite.mcp_server.run_command import Command, CommandResult, ReportProgress, run_command
 from megatron_lite.terminal import describe_version, escape
 
 NAME = "megatron-lite"
 MAX_CALLS_AT_ONCE = 2
 MAX_MISTAKE_CHARACTERS = 2000
 LOGGER = logging.getLogger(__name__)
-Runner = Callable[[Command, tuple[Path, ...], float, Report], Awaitable[CommandResult]]
+Runner = Callable[[Command, tuple[Path, ...], float, ReportProgress], Awaitable[CommandResult]]
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ async def _answer(
     )
 
 
-def _make_reporter(context: ServerRequestContext[Any], options: ServerOptions) -> Report:
+def _make_reporter(context: ServerRequestContext[Any], options: ServerOptions) -> ReportProgress:
     async def report(seconds: float, message: str) -> None:
         await context.session.report_progress(seconds, options.limit_s, message or None)
 
