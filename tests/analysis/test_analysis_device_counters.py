@@ -39,12 +39,14 @@ def use_of(path):
 
 
 def test_both_forms_of_torch_hold_the_same_samples():
-    """Three metrics of PM sampling, 50 times; power and two clocks twice; whole cycles of 20 kernels, rounded otherwise."""
+    """Three metrics of PM sampling, 50 times; power and two clocks twice; cycles of 20 kernels, whose rest the JSON cuts."""
     of_json, packets = (read_traces(path)[0].counters for path in (TORCH_JSON, TORCH_PACKETS))
     assert packets.names == of_json.names and len(packets) == 3 * 50 + 3 * 2 + 20
     for column in ("name", "device", "time_ns"):
         assert (getattr(packets, column) == getattr(of_json, column)).all()
-    assert packets.value == pytest.approx(of_json.value, rel=1e-12, abs=1)
+    is_whole = packets.name == packets.names.index("Cycles (Current Kernel)")
+    assert packets.value[is_whole] == pytest.approx(of_json.value[is_whole], abs=1)
+    assert (packets.value[~is_whole] == of_json.value[~is_whole]).all() and packets.value[~is_whole].sum() % 1
 
 
 @pytest.mark.parametrize("sm_name", SM_NAMES)

@@ -294,3 +294,18 @@ def test_more_open_slices_than_fit_end_the_reading(tmp_path):
     chunks = PacketChunks(path, max_open=10, block_bytes=256)
     entries = [entry for chunk in chunks for entry in chunk]
     assert len(entries) < 100 and chunks.cut and chunks.damage
+
+
+def test_a_packet_that_grows_without_end_is_cut(tmp_path):
+    """A thousandth of what it becomes; sound packets behind it are read."""
+    sound = begin(1, 0, "aten::a", "cpu_op") + end(1, 10)
+    bomb = field(1, field(50, zlib.compress(bytes(80 << 20))))
+    trace = read(write_packets(tmp_path, sound, bomb, bomb, begin(1, 20, "aten::b", "cpu_op"), end(1, 30)))
+    assert sorted(spans_of(trace)) == ["aten::a", "aten::b"] and trace.damage
+
+
+def test_names_that_are_cleared_with_each_packet_end_the_reading(tmp_path):
+    sound = begin(1, 0, "aten::a", "cpu_op") + end(1, 10)
+    clearing = packet((13, 1), (8, BASE_NS)) * 5000
+    chunks = PacketChunks(write_packets(tmp_path, sound * 1000, clearing), max_open=10, block_bytes=1 << 15)
+    assert sum(map(len, chunks)) >= 500 and chunks.cut and chunks.damage

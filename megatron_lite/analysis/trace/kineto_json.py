@@ -112,6 +112,7 @@ def read_text(raw: msgspec.Raw) -> str:
 _float_events = msgspec.json.Decoder(list[FloatEvent], strict=False)
 _exact_events = msgspec.json.Decoder(list[ExactEvent], strict=False)
 ARGUMENTS = {field.encode_name: field for field in msgspec.structs.fields(EventArgs)}
+_SAMPLE = "counter"  # the only field that is no whole number
 _TEXTS = ("collective", "dtype", "group", "copy", "source_memory", "target_memory")
 _NO_NUMBER = re.compile(rb'":(\s*)-?(?:nan|inf|NaN|Infinity)(?:\([a-z0-9]*\))?(?=\s*[,}])')
 _ESCAPE = re.compile(rb'\\(["\\/bfnrt]|u[0-9a-fA-F]{4})?')
@@ -206,7 +207,9 @@ def _fit_value(value: Any, field: msgspec.structs.FieldInfo) -> Any:
     if field.name in _TEXTS:
         return value if value is None else str(value)
     number = _number(value)
-    return field.default if number is None else int(number)
+    if number is None:
+        return field.default
+    return number if field.name == _SAMPLE else int(number)
 
 
 def _number(value: Any) -> float | None:

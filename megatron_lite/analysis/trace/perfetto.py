@@ -98,6 +98,7 @@ CATEGORY_OF_STAGE = {
 _LANE_NUMBER = re.compile(r"\[0*(\d{1,10})\]")
 _SYNC_ARGUMENT = "cuda_sync_kind"  # of a slice without a category that is a wait of CUDA
 _OVERHEAD = "Overhead"  # the process of slices without a category that are the profiler's own work
+MAX_CLEARED = 1000  # packets of one block that clear the names before them; writers do so every few seconds
 _UNIX_NS = 10**18  # larger times count from 1970
 _NO_TIME = -1
 
@@ -119,7 +120,7 @@ class PacketChunks:
         self.header: dict[str, Any] = {}
         self._file = PacketFile(path, block_bytes)
         self._max_open = max_open
-        self._too_many = False
+        self._too_much = ""  # of what, where reading was given up
         self._base_ns = _NO_TIME  # the first packet's time
         self._names: dict[int, SequenceNames] = {}  # by sequence
         self._tracks: dict[int, ThreadTrack] = {}
@@ -128,14 +129,12 @@ class PacketChunks:
     @property
     def damage(self) -> str | None:
         """A sentence about what is missing; None for nothing."""
-        if self._too_many:
-            return f"more than {self._max_open:,} slices that are open at a time; what precedes them was read"
-        return self._file.damage
+        return f"{self._too_much}; what precedes them was read" if self._too_much else self._file.damage
 
     @property
     def cut(self) -> bool:
         """Whether the record goes on behind what was read."""
-        return self._too_many or self._file.cut
+        return bool(self._too_much) or self._file.cut
 
     @property
     def bytes_read(self) -> int:
@@ -144,9 +143,13 @@ class PacketChunks:
 
     def __iter__(self) -> Iterator[Sequence[Event]]:
         for packets in self._file:
+            cleared = packets.flags & STATE_CLEARED
+            if np.count_nonzero(cleared) > MAX_CLEARED:
+                self._too_much = f"more than {MAX_CLEARED:,} packets close together that clear the names before them"
+                break
             yield self._read_packets(packets)
             if sum(map(len, self._runs.values())) > 2 * self._max_open:
-                self._too_many = True
+                self._too_much = f"more than {self._max_open:,} slices that are open at a time"
                 break
         for run in self._runs.values():
             yield run.pair()

@@ -24,6 +24,7 @@ _TEXT_NUMBER = 17
 _EXTRA_NAME = 1
 _EXTRA_VALUE = 2
 _MAX_DEPTH = 8  # of lists in lists; lists of shapes have 3
+_MAX_KEPT_BYTES = 1024  # of a text or a list that is kept for the next time
 _MAX_NESTED_BYTES = 1 << 16  # of a list in an annotation
 
 
@@ -92,18 +93,30 @@ def read_extra_data(text: WireText, extra: Fields) -> dict[int, Arguments]:
     return found
 
 
-@lru_cache(maxsize=1 << 16)
 def decode_text(code: bytes) -> str:
-    """Decode a text; most are the same ones again and again."""
+    """Decode a text; most are the same short ones again and again."""
+    return _decode_known(code) if len(code) <= _MAX_KEPT_BYTES else code.decode("utf-8", "replace")
+
+
+@lru_cache(maxsize=1 << 16)
+def _decode_known(code: bytes) -> str:
     return code.decode("utf-8", "replace")
 
 
-@lru_cache(maxsize=1 << 14)
 def write_nested(annotation: bytes) -> msgspec.Raw:
     """Write a list or a dictionary of a debug annotation as JSON; an empty list for what cannot be read.
 
-    Operators' shapes are the same ones again and again.
+    Operators' shapes are the same short ones again and again.
     """
+    return _write_known(annotation) if len(annotation) <= _MAX_KEPT_BYTES else _write_nested(annotation)
+
+
+@lru_cache(maxsize=1 << 14)
+def _write_known(annotation: bytes) -> msgspec.Raw:
+    return _write_nested(annotation)
+
+
+def _write_nested(annotation: bytes) -> msgspec.Raw:
     try:
         value = _read_value(annotation, 0) if len(annotation) <= _MAX_NESTED_BYTES else []
     except WireError:

@@ -24,7 +24,7 @@ _PACKET_TAG = 0x0A  # Trace.packet: field 1, a message
 _COMPRESSED_TAG = b"\x92\x03"  # TracePacket.compressed_packets: field 50
 PACKET_BLOCK_BYTES = 1 << 22
 MAX_PACKET_BYTES = 64 << 20  # the packet of all names in a trace with Python's frames has some megabytes
-_MAX_INFLATED_BYTES = 64 << 20
+_MAX_INFLATED_BYTES = 64 << 20  # of all compressed packets of a block
 
 # fields of TracePacket
 TIMESTAMP = 8
@@ -121,20 +121,24 @@ class PacketFile:
         """Put the packets that compressed ones hold in the place of these."""
         pieces = []
         before = 0
+        left = _MAX_INFLATED_BYTES
         for start, end in zip(starts, ends):
             if content.startswith(_COMPRESSED_TAG, start):
-                pieces.append(self._inflate(content, start, end))
+                inflated = self._inflate(content[start:end], left)
+                left -= len(inflated)
+                pieces.append(inflated)
             else:
                 pieces.append(content[before:end])
             before = end
         return b"".join(pieces)
 
-    def _inflate(self, content: bytes, start: int, end: int) -> bytes:
-        """Unpack one compressed packet; nothing for a damaged one, or one that becomes too large."""
+    def _inflate(self, packet: bytes, max_bytes: int) -> bytes:
+        """Unpack one compressed packet, as far as it becomes no larger; nothing for a damaged one."""
         try:
-            [packed] = iterate_fields(content, start, end)
+            [packed] = iterate_fields(packet, 0, len(packet))
             stream = zlib.decompressobj()
-            text = stream.decompress(content[packed.start : packed.end], _MAX_INFLATED_BYTES)
+            # 0 would mean without a limit
+            text = stream.decompress(packet[packed.start : packed.end], max(max_bytes, 1))
         except (WireError, ValueError, zlib.error):
             self._unreadable += 1
             return b""
