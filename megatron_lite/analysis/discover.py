@@ -39,6 +39,7 @@ from megatron_lite.units import counted
 
 Ignored = list[tuple[Path, str]]  # with the reason
 
+
 # --- what a single file is, by its first bytes
 
 TRACE_HEAD_BYTES = 1 << 20  # a trace's events begin after its header, which may hold a list of all packages
@@ -155,6 +156,8 @@ def _classify(path: Path, head: bytes) -> tuple[str, str]:
     start = head.lstrip()[:1]
     if not start:
         return "", "empty"
+    if is_own_timeline(head):
+        return "", OWN_TIMELINE_REMEDY
     if is_perfetto(head):
         return "trace", ""
     if head.startswith(SQLITE_MAGIC):
@@ -186,8 +189,6 @@ def _find_foreign_writer(path: Path, head: bytes) -> str:
     """Explain why a trace is none of PyTorch's; '' where it is, or where only the whole file can tell."""
     is_whole = len(head) < TRACE_HEAD_BYTES
     if is_perfetto(head):
-        if is_own_timeline(head):
-            return OWN_TIMELINE_REMEDY
         is_own = are_packets_of_torch(head) or (not is_whole and any_block(path, are_packets_of_torch))
         return "" if is_own else describe_foreign_packets(head)
     if is_of_torch(head):
@@ -571,7 +572,8 @@ def _is_worth_naming(file: SourceFile) -> bool:
     """Whether a file under a folder is read, or is told of as left out."""
     if file.path.suffix in OF_OTHERS:
         return file.why_not != NEITHER
-    return bool(file.what) or file.path.suffix in CANDIDATES
+    # what a report wrote there is passed over, as its page is
+    return bool(file.what) or (file.path.suffix in CANDIDATES and file.why_not != OWN_TIMELINE_REMEDY)
 
 
 def _leave_out_exported(left_out: Ignored, files: Sequence[SourceFile]) -> Ignored:

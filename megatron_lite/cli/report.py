@@ -92,9 +92,9 @@ def run(argv: list[str]) -> None:
         if options.no_html and given:
             raise UserError(f"{flag} and --no-html exclude each other; keep one.")
     if options.perfetto:
-        from megatron_lite.report.perfetto_file import check_name
+        from megatron_lite.report.perfetto_file import check_file
 
-        check_name("--perfetto", Path(options.perfetto))
+        check_file("--perfetto", Path(options.perfetto))
     if options.bundle:
         from megatron_lite.bundle.archive import check_archive_name
 

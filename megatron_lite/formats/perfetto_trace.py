@@ -5,11 +5,18 @@ Source: protos/perfetto/trace/perfetto_trace.proto of Perfetto v59.1, 2026-10. A
 
 import enum
 
+# the first note of a file that `report --perfetto` wrote: readers know by it that it is no rank's own trace
+WRITER_NOTE = "written by"
+MERGED_BY = "megatron-lite report --perfetto"
+MAX_BEFORE_WRITER = 64  # bytes from the file's beginning on, among which the note stands
 BOOTTIME_CLOCK = 6  # the clock of a trace whose packets name no other
 REALTIME_CLOCK = 1  # since 1970
 INCREMENTAL_STATE_CLEARED = 1  # sequence_flags of the packet that begins a sequence: numbers of names begin anew
 NEEDS_INCREMENTAL_STATE = 2  # sequence_flags of packets that use such numbers
 EXPLICIT_ORDER = 3  # child_ordering: by sibling_order_rank
+# process_ordering and thread_ordering of the track 0, which has no events: as above. Readers of 2025 ignore them.
+EXPLICIT_ROOT_ORDER = 1
+ROOT_UUID = 0
 MAX_TID = (1 << 31) - 1
 
 
@@ -71,6 +78,8 @@ class TrackField(enum.IntEnum):
     CHILD_ORDERING = 11
     SIBLING_ORDER_RANK = 12
     DESCRIPTION = 14
+    PROCESS_ORDERING = 19
+    THREAD_ORDERING = 20
 
 
 class ProcessField(enum.IntEnum):
@@ -98,9 +107,8 @@ class CounterField(enum.IntEnum):
 
 
 class WrittenUnit(enum.IntEnum):
-    """Units of a counter that Perfetto knows."""
+    """Units of a counter that Perfetto knows, as far as they are used."""
 
-    COUNT = 2
     BYTES = 3
 
 

@@ -1,6 +1,8 @@
 """A timeline as a file of Perfetto's own format (protobuf), for ui.perfetto.dev. Written piece by piece."""
 
+import contextlib
 import gzip
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,31 +37,34 @@ ENDINGS = (".pftrace", ".perfetto-trace")
 GZIP_ENDING = ".gz"
 GZIP_LEVEL = 4
 ROWS_AT_ONCE = 1 << 16  # events that are written together
-UNITS = {
-    CounterUnit.BYTES: proto.WrittenUnit.BYTES,
-    CounterUnit.TOKENS_PER_SECOND: proto.WrittenUnit.COUNT,
-    CounterUnit.MEGAHERTZ: proto.WrittenUnit.COUNT,
-    CounterUnit.NATS: proto.WrittenUnit.COUNT,
-}
 
 
-def check_name(flag: str, path: Path) -> None:
-    """Refuse a name that Perfetto's page would not know what to do with.
+def check_file(flag: str, path: Path) -> None:
+    """Refuse a name that Perfetto's page would not know what to do with, and a file that is somebody else's trace.
 
     Args:
         flag: the flag that names it.
         path: the file.
 
     Raises:
-        UserError: the name has another ending; one line.
+        UserError: the name has another ending, or the file is not one that was written so; one line.
     """
     name = path.name.removesuffix(GZIP_ENDING)
-    if name.endswith(ENDINGS):
-        return
-    raise UserError(
-        f"{flag} {path}: the file is Perfetto's own format, which is read plain or gzipped; "
-        f"name it FILE{ENDINGS[0]} or FILE{ENDINGS[0]}{GZIP_ENDING}."
-    )
+    if not name.endswith(ENDINGS):
+        raise UserError(
+            f"{flag} {path}: the file is Perfetto's own format, which is read plain or gzipped; "
+            f"name it FILE{ENDINGS[0]} or FILE{ENDINGS[0]}{GZIP_ENDING}."
+        )
+    if path.is_file() and path.stat().st_size and not _is_own(path):
+        raise UserError(f"{flag} {path}: there is a file that {flag} did not write; name another one.")
+
+
+def _is_own(path: Path) -> bool:
+    """Tell whether a report wrote the file; False where it cannot be read."""
+    with contextlib.suppress(OSError, EOFError, zlib.error), path.open("rb") as raw:
+        file = gzip.open(raw) if path.name.endswith(GZIP_ENDING) else raw
+        return proto.MERGED_BY.encode() in file.read(proto.MAX_BEFORE_WRITER)
+    return False
 
 
 def write_perfetto(flag: str, path: Path, timeline: MergedTimeline) -> int:
@@ -91,8 +96,9 @@ def write_perfetto(flag: str, path: Path, timeline: MergedTimeline) -> int:
 
 def _write_all(out: BinaryIO | gzip.GzipFile, timeline: MergedTimeline) -> None:
     """Write what the file says of itself, then track after track."""
-    out.write(_describe_clock(timeline))
     out.write(_describe_notes(timeline))
+    out.write(_describe_clock(timeline))
+    out.write(_describe_root())
     for process in timeline.processes:
         out.write(_describe_process(process))
     described: set[int] = set()
@@ -134,7 +140,7 @@ def _describe_clock(timeline: MergedTimeline) -> bytes:
 
 def _describe_notes(timeline: MergedTimeline) -> bytes:
     """Write the notes and the clocks as metadata."""
-    notes = dict(timeline.notes)
+    notes = {proto.WRITER_NOTE: proto.MERGED_BY, **timeline.notes}
     for clock in timeline.clocks:
         notes[f"clock of {clock.name}"] = clock.describe()
     written = []
@@ -144,6 +150,16 @@ def _describe_notes(timeline: MergedTimeline) -> bytes:
         written.append(bytes_field(proto.ChromeEventsField.METADATA, entry))
     events = b"".join(written)
     return _packet(bytes_field(proto.PacketField.CHROME_EVENTS, events))
+
+
+def _describe_root() -> bytes:
+    """Write that processes and threads stand in the order of their descriptors."""
+    fields = (
+        number_field(proto.TrackField.UUID, proto.ROOT_UUID),
+        number_field(proto.TrackField.PROCESS_ORDERING, proto.EXPLICIT_ROOT_ORDER),
+        number_field(proto.TrackField.THREAD_ORDERING, proto.EXPLICIT_ROOT_ORDER),
+    )
+    return _packet(bytes_field(proto.PacketField.TRACK_DESCRIPTOR, b"".join(fields)))
 
 
 def _describe_process(process: TimelineProcess) -> bytes:
@@ -157,6 +173,7 @@ def _describe_process(process: TimelineProcess) -> bytes:
         number_field(proto.TrackField.UUID, process.uuid)
         + bytes_field(proto.TrackField.PROCESS, own)
         + number_field(proto.TrackField.CHILD_ORDERING, proto.EXPLICIT_ORDER)
+        + number_field(proto.TrackField.SIBLING_ORDER_RANK, process.order)
     )
     return _packet(bytes_field(proto.PacketField.TRACK_DESCRIPTOR, track))
 
@@ -181,9 +198,9 @@ def _describe_track(track: Track) -> bytes:
         fields.append(bytes_field(proto.TrackField.NAME, track.name))
         fields.append(number_field(proto.TrackField.PARENT_UUID, track.process.uuid))
     if track.counter is not None:
-        unit = number_field(proto.CounterField.UNIT, UNITS[track.counter])
-        if track.counter is not CounterUnit.BYTES:
-            unit += bytes_field(proto.CounterField.UNIT_NAME, track.counter.value)
+        unit = bytes_field(proto.CounterField.UNIT_NAME, track.counter.value)
+        if track.counter is CounterUnit.BYTES:
+            unit = number_field(proto.CounterField.UNIT, proto.WrittenUnit.BYTES)
         fields.append(bytes_field(proto.TrackField.COUNTER, unit))
     return _packet(bytes_field(proto.PacketField.TRACK_DESCRIPTOR, b"".join(fields)))
 

@@ -232,7 +232,7 @@ def test_perfetto_traces_of_others_are_refused(tmp_path):
 
 def test_a_timeline_of_this_package_is_no_trace(tmp_path):
     """As `report --perfetto` begins its files: the first packets have neither a time nor a track."""
-    named = message((2, message((1, "events of rank 0"), (2, "9"))))
+    named = message((2, message((1, "written by"), (2, "megatron-lite report --perfetto"))))
     path = write_packets(tmp_path, field(1, field(5, named)), of_made(gpu_run(steps=3)))
     assert "--perfetto" in complaint(path)
 

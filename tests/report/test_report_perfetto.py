@@ -1,13 +1,16 @@
 """report --perfetto: one trace of all ranks, whose figures are the report's."""
 
+import dataclasses
 import itertools
 import json
+import re
 from collections import Counter, defaultdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.perfetto_reader import read_perfetto
+from support.report_cases import snapshot
 from support.trace_maker import GLOO, MadeTrace, cpu_run, gpu_run
 
 from megatron_lite.analysis.analyze import analyze
@@ -163,14 +166,14 @@ def test_what_overlaps_stands_beside_each_other(cpu):
         gloo = [one for one in read.having(process=rank) if one.name == "gloo:all_reduce"]
         assert len(gloo) == 6 and len({id(one.track) for one in gloo}) == 2
         assert {one.depth for one in gloo} == {0}
-        [name] = {one.track.name for one in gloo}
-        assert "gloo" in name and name.endswith(str(GLOO))
+        assert {one.track.thread for one in gloo} == {(read.processes[rank], GLOO), None}
+        assert all("gloo" in one.track.name for one in gloo)
 
 
 def test_threads_have_names(gpu):
     _, read = gpu
     named = {track.name for track in read.tracks.values() if track.thread}
-    assert named == {"main thread 100", "autograd, thread 101"}
+    assert named == {"main thread", "autograd"}
     assert len(set(read.processes.values())) == 3, "made traces have the same number of a process"
 
 
@@ -196,6 +199,63 @@ def test_counters_of_steps_are_those_of_the_record(tmp_path):
     steps = read.on("rank 0", "steps")
     assert read.counters["run", "loss"] == [(step.start, 4.0 - at) for at, step in enumerate(steps)]
     assert {value for _, value in read.counters["run", "tokens per second"]} == {128 * 4 / 0.002}
+
+
+def test_a_snapshot_stands_beside_the_step_that_it_shares(tmp_path):
+    cpu_run(steps=2, first=1, world_size=1, step_us=50_000).write(tmp_path)
+    report = analyze([tmp_path])
+    taken = snapshot()
+    facts = dataclasses.replace(report.facts, snapshots=(taken,))
+    path = tmp_path / NAME
+    write_perfetto("--perfetto", path, build_timeline(dataclasses.replace(report, facts=facts)))
+    read = read_perfetto(path)
+    first, last = read.on("rank 0", "steps")
+    inside = [point for point in taken.curve if 50 <= point.time_us / 1000 <= 50 + (last.end - first.start) / 1e6]
+    for word in ("allocated", "reserved"):
+        [found] = [values for (_, name), values in read.counters.items() if word in name]
+        assert [value for _, value in found] == [getattr(point, word) for point in inside] != []
+        assert [time - first.start for time, _ in found] == [point.time_us * 1000 - 50_000_000 for point in inside]
+
+
+def test_the_clock_of_a_gpu_is_counted(tmp_path):
+    made = gpu_run(steps=4)
+    made.header = {"megatron_lite_hardware": {"samples": 3, "sm_clock_mhz": 1755.0}}
+    made.write(tmp_path / "traces")
+    report, read = convert(tmp_path / "traces")
+    steps = report.facts.critical.time.steps
+    [values] = [values for (_, name), values in read.counters.items() if "clock" in name]
+    assert values == [(steps[0].start_ns, 1755.0), (steps[-1].end_ns, 1755.0)]
+
+
+def test_the_host_in_the_loader_stands_on_a_track(gpu):
+    """It waits 39 us for each batch."""
+    _, read = gpu
+    for rank in ("rank 0", "rank 1"):
+        assert [wait.ns for wait in read.having(process=rank, category="loader")] == [39_000] * 5
+
+
+def test_workers_of_the_loader_stand_on_a_track(tmp_path):
+    """Each step the host waits 300 us for a batch, and gets one every 1,000 us."""
+    made = gpu_run(steps=5, data_us=400.0)
+    for index in range(5):
+        made.annotation(
+            "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__", 1000 * index + 50, 1000 * index + 350
+        )
+    made.write(tmp_path / "traces")
+    _, read = convert(tmp_path / "traces")
+    batches = read.having(process="rank 0", category="loader worker")
+    assert [batch.ns for batch in batches] == [1_000_000] * 4
+    assert {batch.end % 1_000_000 for batch in batches} == {batches[0].start % 1_000_000}
+
+
+def test_the_critical_path_is_the_graphs(both):
+    _, read = both
+    path = read.on("run", "critical path")
+    steps, step_ms = re.match(r"(\d+) steps of ([\d.]+) ms", read.metadata["critical path"]).groups()
+    assert sum(one.ns for one in path) == pytest.approx(int(steps) * float(step_ms) * 1e6, rel=0.001)
+    known_ms = re.search(r"([\d.,]+) ms$", read.metadata["critical path"])[1]
+    assert sum(one.ns for one in path) / 1e6 == pytest.approx(float(known_ms), abs=0.001)
+    assert all(before.end == after.start for before, after in itertools.pairwise(path))
 
 
 def test_clocks_say_how_they_were_aligned(tmp_path):
@@ -231,6 +291,15 @@ def test_the_command_line(tmp_path, capsys, monkeypatch):
     assert main(["report", "traces", "--no-html", "--perfetto", f"{NAME}.gz"]) == 0
     assert Path(f"{NAME}.gz").stat().st_size < Path(NAME).stat().st_size
     assert read_perfetto(Path(f"{NAME}.gz")) == read_perfetto(Path(NAME))
+    for name in (NAME, f"{NAME}.gz"):
+        assert main(["report", name, "--no-html"]) == 2, "it is no trace of a rank"
+        assert "--perfetto" in capsys.readouterr().err
+        (tmp_path / "traces" / name).write_bytes(Path(name).read_bytes())
+    report = analyze([tmp_path / "traces"])
+    assert len(report.facts.ranks_seen) == 1 and not any(NAME in gap for gap in report.facts.gaps)
+    Path("other.pftrace").write_bytes(b"somebody's")
+    assert main(["report", "traces", "--no-html", "--perfetto", "other.pftrace"]) == 2
+    assert Path("other.pftrace").read_bytes() == b"somebody's"
     capsys.readouterr()
     for name in ("run.json", "run.pftrace.zst", "run"):
         assert main(["report", "traces", "--no-html", "--perfetto", name]) == 2

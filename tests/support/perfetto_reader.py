@@ -123,6 +123,9 @@ def read_perfetto(path: Path) -> ReadTrace:
 
 
 def _read_track(told, read, names):
+    if not told[1]:
+        assert told == {1: 0, 19: 1, 20: 1}, "the order of processes and threads"
+        return
     if 3 in told:
         process = first(told[3])
         name = process[6].decode()
@@ -137,7 +140,7 @@ def _read_track(told, read, names):
         track = ReadTrack(told[2].decode(), names[told[5]])
     if 8 in told:
         unit = first(told[8])
-        track.unit = unit[6].decode() if 6 in unit else {3: "bytes", 2: "count"}[unit[3]]
+        track.unit = unit[6].decode() if 6 in unit else {3: "bytes"}[unit[3]]
     assert told[1] not in read.tracks
     read.tracks[told[1]] = track
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, count
 
 import numpy as np
 
@@ -14,7 +14,8 @@ from megatron_lite.analysis.ranks.ranks import AlignedRanks, align_ranks
 from megatron_lite.analysis.report import Report
 from megatron_lite.analysis.timeline.finding_marks import FindingMarks
 from megatron_lite.analysis.timeline.rank_tracks import RankTracks, choose_numbers
-from megatron_lite.analysis.timeline.run_tracks import StepCounters, lay_critical_path
+from megatron_lite.analysis.timeline.run_tracks import StepCounters, lay_graph
+from megatron_lite.analysis.timeline.snapshot_counters import count_snapshots
 from megatron_lite.analysis.timeline.timeline_results import (
     AlignedClock,
     ClockSource,
@@ -26,7 +27,6 @@ from megatron_lite.analysis.timeline.timeline_results import (
 from megatron_lite.analysis.timeline.tracks import TrackMaker
 
 MIN_UNIX_NS = 10**18  # of a clock that counts since 1970, as files of 2001 and later have it
-RUN_PID = (1 << 30) - 1  # of the process that stands for the run as a whole
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,7 @@ def build_timeline(report: Report) -> MergedTimeline | None:
     aligned = align_ranks(seen)
     zero_ns = min(aligned.clocks.start_ns)
     maker = TrackMaker()
-    run = maker.make_process(RUN_PID, "run", 0)
-    processes = _make_processes(aligned, maker)
+    run, *processes = _make_processes(aligned, maker)
     collectives = _number_collectives(aligned)
     ranks = []
     for at, (one, process) in enumerate(zip(aligned.window.seen, processes)):
@@ -65,20 +64,21 @@ def build_timeline(report: Report) -> MergedTimeline | None:
             clock_ns=aligned.clocks.start_ns[at] - zero_ns,
             process=process,
             maker=maker,
+            gpu_clock_mhz=report.facts.ranks_hardware.get_one("sm_clock_mhz", one.time.rank or 0),
             collective_ids=collectives.ids[at],
             collective_texts=collectives.texts,
             late_ns=collectives.late_ns[at],
         )
         ranks.append(tracks)
     notes = _describe(report, aligned)
-    path = lay_critical_path(ranks, run, maker, zero_ns)
-    notes["critical path"] = path.note
-    of_run = [path.slices] if path.slices is not None else []
+    graph = lay_graph(ranks, run, maker, zero_ns)
+    notes["critical path"] = graph.note
     marks = FindingMarks(report, ranks, run, maker)
     contents: list[Iterator[Slices | Counts]] = [
-        iter(of_run),
+        iter(graph.slices),
         _count_steps(report, ranks, run, maker),
         *(rank.list_contents() for rank in ranks),
+        count_snapshots(report.facts.snapshots, ranks),
         marks.list_contents(),
     ]
     return MergedTimeline(
@@ -91,13 +91,15 @@ def build_timeline(report: Report) -> MergedTimeline | None:
 
 
 def _make_processes(aligned: AlignedRanks, maker: TrackMaker) -> list[TimelineProcess]:
-    """Make a process of each rank."""
+    """Make a process of the run as a whole, and one of each rank."""
     written = []
     for one in aligned.window.seen:
         main = one.placing.main_thread
         written.append(str(one.trace.threads[main][0]) if main >= 0 else "")
-    processes = []
-    for at, pid in enumerate(choose_numbers(written)):
+    pids = choose_numbers(written)
+    free = next(pid for pid in count(1) if pid not in pids)
+    processes = [maker.make_process(free, "run", 0)]
+    for at, pid in enumerate(pids):
         one = aligned.window.seen[at]
         rank = one.time.rank
         name = one.trace.source if rank is None else f"rank {rank}"
@@ -117,7 +119,8 @@ def _number_collectives(aligned: AlignedRanks) -> _Collectives:
         members = group.list_members()
         first, rows = members[0]
         what = window.calls[first].whats[int(rows[0])]
-        label = label_group(what.group, window.world_size) or f"group {group_number}"
+        label = label_group(what.group, window.world_size)
+        prefix = f"{label}, group {group_number}" if label else f"group {group_number}"
         numbers = np.arange(len(group.call)) + len(texts) + 1
         starts = []
         for at, calls in members:
@@ -126,7 +129,7 @@ def _number_collectives(aligned: AlignedRanks) -> _Collectives:
         for (at, calls), start_ns in zip(members, starts):
             ids[at][calls] = numbers
             late_ns[at][calls] = start_ns - first_ns
-        texts += [f"{label}, group {group_number}, number {place}" for place in range(len(group.call))]
+        texts += [f"{prefix}, number {place}" for place in range(len(group.call))]
     return _Collectives(ids, texts, late_ns)
 
 

@@ -76,6 +76,7 @@ class RankTracks:
     clock_ns: int  # what to add to the trace's times
     process: TimelineProcess
     maker: TrackMaker
+    gpu_clock_mhz: float | None  # of its samples, from the process' start on; None: not sampled
     # [c], the number of the collective that each call is the rank's part of, from 1 on; 0: not matched
     collective_ids: Integers
     collective_texts: Sequence[str]  # by that number - 1
@@ -143,7 +144,7 @@ class RankTracks:
             covers[name] = intersection(host.cover, left)
             left = difference(left, covers[name])
         covers[NO_PHASE] = left
-        cut = {name: _cut(cover, starts) for name, cover in covers.items()}
+        cut = {name: cut_at(cover, starts) for name, cover in covers.items()}
         track = self.maker.make_track(
             self.process,
             "phases on the host",
@@ -318,17 +319,18 @@ class RankTracks:
         loads = trace.find_named(lambda name: known_phase(name) is Phase.DATA, Kind.ANNOTATION)
         of_loader = set(thread[loads].tolist())
         for number in used:
-            tid = trace.threads[number][1]
-            word = "thread"
+            written = str(trace.threads[number][1])
+            # the picture shows a thread's number beside its name
+            name = "thread" if written.isdecimal() else written
             if number == self.one.placing.main_thread:
-                word = "main thread"
+                name = "main thread"
             elif backend_of.get(number):
-                word = f"collectives of {backend_of[number]}, thread"
+                name = f"collectives of {backend_of[number]}"
             elif number in of_autograd:
-                word = "autograd, thread"
+                name = "autograd"
             elif number in of_loader:
-                word = "data loader, thread"
-            names[number] = f"{word} {tid}"
+                name = "data loader"
+            names[number] = name
         return names
 
     @cached_property
@@ -377,14 +379,13 @@ class RankTracks:
                 yield self._count(f"memory reserved on {where}", CounterUnit.BYTES, time_ns, np.maximum(reserved, 0))
 
     def _count_clock(self) -> Iterator[Counts]:
-        """The mean clock of the GPU's multiprocessors over the recorded steps, from their start to their end."""
-        hardware = self.one.trace.hardware
+        """The mean clock of the GPU's multiprocessors, as a level from the first recorded step to the last."""
         steps = self.one.placing.steps
-        if hardware is None or hardware.sm_clock_mhz is None or not steps:
+        if self.gpu_clock_mhz is None or not steps:
             return
         time_ns = np.array([steps[0].start_ns, steps[-1].end_ns]) + self.clock_ns
-        values = np.full(2, float(hardware.sm_clock_mhz))
-        yield self._count("GPU clock, mean of the recorded steps", CounterUnit.MEGAHERTZ, time_ns, values)
+        values = np.full(2, self.gpu_clock_mhz)
+        yield self._count("GPU clock, mean of the run", CounterUnit.MEGAHERTZ, time_ns, values)
 
     def _count(self, name: str, unit: CounterUnit, time_ns: Integers, values: Integers) -> Counts:
         """Make a counter of the rank.
@@ -418,8 +419,8 @@ def choose_numbers(written: Sequence[str]) -> list[int]:
     return chosen
 
 
-def _cut(cover: Cover, moments: Sequence[int]) -> Cover:
-    """Cut the intervals of a cover at some moments."""
+def cut_at(cover: Cover, moments: Sequence[int]) -> Cover:
+    """Cut the intervals of a cover at some moments: they then touch each other there."""
     inner = np.array(moments, np.int64)
     inner = inner[cover.holds(inner)]
     if not len(inner):

@@ -6,32 +6,32 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_lite.analysis.gains import MAX_GRAPH_EVENTS
 from megatron_lite.analysis.graph.build import build_graph
+from megatron_lite.analysis.graph.graph import ActivityKind, Graph
 from megatron_lite.analysis.graph.replay import CriticalPath, check_replay, describe_kind, find_critical_path, replay
-from megatron_lite.analysis.intervals import Numbers
+from megatron_lite.analysis.intervals import Numbers, union
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.time.time_results import NO_PHASE
-from megatron_lite.analysis.timeline.rank_tracks import Order, RankTracks
+from megatron_lite.analysis.timeline.rank_tracks import Order, RankTracks, cut_at
 from megatron_lite.analysis.timeline.timeline_results import CounterUnit, Counts, Slices, TimelineProcess
-from megatron_lite.analysis.timeline.tracks import SingleSlice, TrackMaker, lay_stretches
-
-MAX_GRAPH_EVENTS = 2_000_000  # of all ranks: a graph of more takes minutes to replay
+from megatron_lite.analysis.timeline.tracks import SingleSlice, TrackMaker, lay_covers, lay_stretches
 
 
-class PathTracks(NamedTuple):
-    """The critical path as slices, and what is to be said of it."""
+class GraphTracks(NamedTuple):
+    """Tracks that a dependency graph gives, and a sentence on how far it is trusted."""
 
     note: str
-    slices: Slices | None  # None: the graph claims nothing
+    slices: tuple[Slices, ...]  # (): the graph claims nothing
 
 
-def lay_critical_path(
+def lay_graph(
     ranks: Sequence[RankTracks],
     run: TimelineProcess,
     maker: TrackMaker,
     zero_ns: int,
-) -> PathTracks:
-    """Lay the critical path of the steady steps on a track of the run, where the dependency graph trusts itself.
+) -> GraphTracks:
+    """Lay the critical path of the steady steps and the loader's workers, where the dependency graph trusts itself.
 
     Args:
         ranks: all of the graph.
@@ -41,14 +41,14 @@ def lay_critical_path(
     """
     number = sum(len(rank.one.trace.events) for rank in ranks)
     if number > MAX_GRAPH_EVENTS:
-        return PathTracks(f"left out: {number:,} events, {MAX_GRAPH_EVENTS:,} are replayed at most", None)
+        return GraphTracks(f"left out: {number:,} events, {MAX_GRAPH_EVENTS:,} are replayed at most", ())
     graph = build_graph([(rank.one.trace, rank.one.placing) for rank in ranks])
     trust = check_replay(graph)
     if trust.why_not:
-        return PathTracks(f"left out: {trust.why_not}", None)
+        return GraphTracks(f"left out: {trust.why_not}", ())
     found = replay(graph)
     if found is None:
-        return PathTracks("left out: no steady step", None)
+        return GraphTracks("left out: no steady step", ())
     path = find_critical_path(found)
     track = maker.make_track(
         run,
@@ -58,10 +58,42 @@ def lay_critical_path(
     )
     note = (
         f"{path.steps} steps of {trust.measured_ms:,.3f} ms, replayed unchanged {trust.replayed_ms:,.3f} ms "
-        f"({trust.off:+.2%})"
+        f"({trust.off:+.2%}); known of the path: {path.own_ns.sum() / 1e6:,.3f} ms"
     )
     stretches = _list_path(path, [rank.process.name for rank in ranks], zero_ns)
-    return PathTracks(note, lay_stretches(track, stretches, "critical path"))
+    slices = lay_stretches(track, stretches, "critical path")
+    return GraphTracks(note, (slices, *_lay_workers(graph, ranks, maker, zero_ns)))
+
+
+def _lay_workers(
+    graph: Graph,
+    ranks: Sequence[RankTracks],
+    maker: TrackMaker,
+    zero_ns: int,
+) -> Iterator[Slices]:
+    """Lay when the loader's workers make batches: each at most since the host took the one before.
+
+    Args:
+        graph: the measured steps.
+        ranks: all of the graph.
+        maker: makes the tracks.
+        zero_ns: the moment 0 of the timeline, on the clock of the graph.
+    """
+    activities = graph.activities
+    is_batch = graph.find_kind(ActivityKind.WORKER)
+    for at, rank in enumerate(ranks):
+        rows = np.flatnonzero(is_batch & (graph.rank == at))
+        if not len(rows):
+            continue
+        batches = union(activities.start_ns[rows] - zero_ns, activities.end_ns[rows] - zero_ns)
+        track = maker.make_track(
+            rank.process,
+            "data loader's workers",
+            Order.LOADER,
+            description="a batch takes at most from when the host took the one before until it takes this one",
+        )
+        cut = cut_at(batches, (activities.start_ns[rows] - zero_ns).tolist())
+        yield lay_covers(track, {"a batch": cut}, "loader worker", 0)
 
 
 def _list_path(path: CriticalPath, names_of_ranks: Sequence[str], zero_ns: int) -> list[SingleSlice]:

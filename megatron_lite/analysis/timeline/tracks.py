@@ -58,7 +58,7 @@ class TrackMaker:
         return Track(next(self._numbers), process, name, order, thread, counter, description)
 
     def spread(self, slices: Slices) -> Iterator[Slices]:
-        """Spread slices that overlap over further tracks of the same name, so that on each they nest."""
+        """Spread slices that overlap over further tracks of one name, so that on each they nest."""
         lanes, end_ns = choose_lanes(slices.start_ns, slices.end_ns)
         slices = replace(slices, end_ns=end_ns)
         last = int(lanes.max(initial=0))
@@ -68,7 +68,12 @@ class TrackMaker:
         for lane in range(last + 1):
             track = slices.track
             if lane:
-                track = self.make_track(track.process, track.name, track.order, description=track.description)
+                track = self.make_track(
+                    track.process,
+                    f"{track.name}, at the same time",
+                    track.order,
+                    description=track.description,
+                )
             yield take(replace(slices, track=track), lanes == lane)
 
 

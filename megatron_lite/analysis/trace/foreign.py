@@ -14,6 +14,7 @@ from megatron_lite.analysis.trace.accelerators import find_accelerator
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.analysis.trace.kineto_json import Id
 from megatron_lite.analysis.trace.kineto_kinds import KIND_OF_PROCESS, Tracks, kind_of_category
+from megatron_lite.formats.perfetto_trace import MAX_BEFORE_WRITER, MERGED_BY
 
 # What only torch.profiler (and torch_npu's) writes. "schemaVersion" and "baseTimeNanoseconds" have other writers, too.
 OF_TORCH = re.compile(
@@ -24,8 +25,6 @@ OF_TORCH = re.compile(
 )
 # The same in a Perfetto trace, where names and categories stand in a table of their own.
 PACKETS_OF_TORCH = re.compile(rb"cpu_op|cuda_runtime|user_annotation|python_function|ProfilerStep#|aten::")
-# What `report --perfetto` says of itself: a merge of several ranks, made to be looked at.
-OWN_TIMELINE = re.compile(rb"events of rank \d")
 CATEGORY = re.compile(rb'"cat"\s*:\s*"([^"\\]{0,80})"')
 MAX_NAMED_CATEGORIES = 4  # in a message
 WHAT_IS_READ = "what is read are traces of torch.profiler and exports of Nsight Systems (nsys export --type sqlite)"
@@ -100,7 +99,7 @@ def are_packets_of_torch(text: bytes) -> bool:
 
 def is_own_timeline(head: bytes) -> bool:
     """Whether the Perfetto trace that begins with `head` is one that `report --perfetto` wrote."""
-    return bool(OWN_TIMELINE.search(head))
+    return MERGED_BY.encode() in head[:MAX_BEFORE_WRITER]
 
 
 def describe_foreign_packets(head: bytes) -> str:
