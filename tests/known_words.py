@@ -22,7 +22,7 @@ from pathlib import Path
 
 from support.paths import REPO, TESTS
 
-from megatron_lite.bundle.known_words import WORDS_FILE, split_run
+from megatron_lite.bundle.known_words import MANGLED, RUN, WORDS_FILE, is_known, is_plain, read_known_words, split_run
 
 IDENTIFIER = re.compile(r"[A-Za-z0-9_]+")
 C_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
@@ -101,7 +101,30 @@ def collect_words(traces: Path) -> list[str]:
     for path in [*tables, TESTS / "analysis/kernel_names.tsv"]:
         lines = path.read_text(encoding="utf-8").splitlines()
         words |= split_words(line for line in lines if not line.startswith("#"))
-    return sorted(words)
+    # what is known without the runs that an earlier list had
+    WORDS_FILE.write_text(fold(sorted(words)), encoding="utf-8")
+    for cached in (read_known_words, is_known, is_plain):
+        cached.cache_clear()
+    return sorted(words | list_other_runs([*list_trace_names(traces), *read_kernel_names(), *read_processors()]))
+
+
+def list_other_runs(names: list[str]) -> set[str]:
+    """Letters and digits in names of kernels that are of no known form, as they are."""
+    runs = {run for name in names if not MANGLED.match(name) for run in RUN.findall(name)}
+    return {run for run in runs if run.isascii() and not is_known(run)}
+
+
+def read_kernel_names() -> Iterator[str]:
+    """The kernels' names that tests know."""
+    for line in (TESTS / "analysis/kernel_names.tsv").read_text(encoding="utf-8").splitlines()[1:]:
+        yield line.partition("\t")[0].encode().decode("unicode_escape")
+
+
+def read_processors() -> Iterator[str]:
+    """The names of GPUs in the package's table."""
+    for line in (REPO / "megatron_lite/formats/processors.tsv").read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            yield line.partition("\t")[0]
 
 
 def fold(words: list[str]) -> str:

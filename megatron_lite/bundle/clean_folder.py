@@ -11,6 +11,7 @@ from pathlib import Path
 from megatron_lite.analysis.discover import SourceFile, discover_sources, look_at
 from megatron_lite.analysis.failed_job import find_evidence
 from megatron_lite.analysis.trace.columns import TraceError
+from megatron_lite.bundle.clean_nsys import clean_nsys
 from megatron_lite.bundle.clean_records import clean_record
 from megatron_lite.bundle.clean_run import clean_run, find_names
 from megatron_lite.bundle.clean_snapshot import clean_snapshot
@@ -54,11 +55,8 @@ def clean_folder(paths: Sequence[Path], folder: Path) -> CleanFolder:
     for run_folder in sources.run_folders:
         find_names(run_folder, made.names)
         clean_run(run_folder, folder, made.names)
-    unranked = 0
-    for path in sources.traces:
-        file = look_at(path, named=True)
-        unranked += file.rank is None
-        _add_trace(file, unranked, made)
+    for number, path in enumerate(sources.traces, start=1):
+        _add_trace(look_at(path, named=True), number, made)
     for number, path in enumerate(sources.snapshots, start=1):
         _add_snapshot(look_at(path, named=True), number, made)
     return made
@@ -93,14 +91,15 @@ def list_hosts(evidence: JobEvidence) -> set[str]:
 
 
 def _add_trace(file: SourceFile, number: int, made: CleanFolder) -> None:
-    if file.what == "nsys":
-        made.left_out.append(f"{file.path.name}: exports of Nsight Systems are not taken into bundles")
-        return
     name = f"trace-{number}" if file.rank is None else f"rank-{file.rank}"
     made.names.enter(f"trace of rank {file.rank}" if file.rank is not None else f"trace {number}")
-    target = made.folder / f"{name}.{_WINDOW}.pt.trace.json.gz"
+    is_export = file.what == "nsys"
+    # exports of several nodes differ in their node's number
+    name_of_file = f"node-{number}.sqlite" if is_export else f"{name}.{_WINDOW}.pt.trace.json.gz"
+    target = made.folder / name_of_file
+    clean = clean_nsys if is_export else clean_trace
     try:
-        clean_trace(file.path, target, made.names)
+        clean(file.path, target, made.names)
     except TraceError:
         target.unlink(missing_ok=True)
         made.left_out.append(f"{name}: a trace that cannot be read")

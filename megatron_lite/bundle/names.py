@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import PurePosixPath
 
 from megatron_lite.analysis.time.host_names import name_cause
-from megatron_lite.bundle.known_words import RUN, is_known
+from megatron_lite.bundle.known_words import MANGLED, RUN, is_known, is_known_in_symbol, is_plain
 from megatron_lite.phase_names import find_meaning, find_step_family
 from megatron_lite.postmortem.rank_ends import LOOPBACK
 
@@ -210,21 +210,24 @@ class Substitutes:
             return f"{self.clean_path(frame['path'])}{frame['line']}{self._clean_words(frame['function'])}"
         return self._clean_words(text)
 
-    def _clean_words(self, text: str) -> str:
+    def _clean_words(self, text: str, is_kept: Callable[[str], bool] | None = None) -> str:
+        """A text of which known words stay. is_kept: which letters and digits do."""
         if self._secrets:
             text = self._secrets.sub(self._replace_hidden, text)
         for kind, pattern in _FORMS:
             text = pattern.sub(partial(self._replace_found, kind), text)
         text = _PATH.sub(lambda found: self._clean_path(found[0]), text)
-        text = RUN.sub(self._clean_run, text)
+        if is_kept is None:
+            is_kept = is_known_in_symbol if MANGLED.match(text) else is_known
+        text = RUN.sub(partial(self._clean_run, is_kept), text)
         return "".join(letter if letter.isascii() and letter.isprintable() else "?" for letter in text)
 
     def _replace_found(self, kind: Secret, found: re.Match[str]) -> str:
         return self.replace(kind, found[0])
 
-    def _clean_run(self, found: re.Match[str]) -> str:
+    def _clean_run(self, is_kept: Callable[[str], bool], found: re.Match[str]) -> str:
         run = found[0]
-        if is_known(run):
+        if is_kept(run):
             return run
         return self.replace(Secret.ID if run.isdigit() else Secret.WORD, run)
 
@@ -249,7 +252,7 @@ class Substitutes:
         if has_form or (self._secrets and self._secrets.search(text)):
             return False
         words = [run for run in runs if not run.isdigit()]
-        return len(words) <= MAX_LABEL_WORDS and all(map(is_known, runs))
+        return len(words) <= MAX_LABEL_WORDS and all(map(is_plain, runs))
 
     # --- files
 
@@ -268,7 +271,8 @@ class Substitutes:
         else:
             folders = parts[:start]
             kept = parts[start:]
-        cleaned = [self._clean_words(part) for part in kept]
+        # less stays than of a kernel's name: ids of runs stand in names of files
+        cleaned = [self._clean_words(part, is_plain) for part in kept]
         is_root = start is not None and kept[0] in (*_INSTALLED, "lib")
         if folders and not is_root:
             cleaned.insert(0, self.replace(Secret.PATH, "/".join(folders)))

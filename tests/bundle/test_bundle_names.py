@@ -1,7 +1,9 @@
 """What stays of a text, and what stands in the place of the rest."""
 
 import pytest
+from support.paths import TESTS
 
+from megatron_lite.analysis.kernels.kernel_names import taken_apart
 from megatron_lite.bundle.known_words import is_known, read_known_words
 from megatron_lite.bundle.names import Secret, Substitutes
 
@@ -9,6 +11,8 @@ KEPT = (
     "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, std::array<char*, 3ul> >",
     "ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_stages_64x3_tn",
     "Memcpy HtoD (Pageable -> Device)",
+    "_ZN2at6native29vectorized_elementwise_kernelILi4ENS0_15CUDAFunctor_addIfEESt5arrayIPcLm3EEEEviT0_T1_",
+    "bmm_MxE4m3_MxE2m1MxE4m3_Fp32_t128x16x256u2_s3_et128x16_m128x16x32",
     "autograd::engine::evaluate_function: MulBackward0",
     "torch/nn/modules/linear.py(125): forward",
     "<built-in method run_backward of torch._C._EngineBase object at 0x7f12ab>",
@@ -17,6 +21,8 @@ KEPT = (
 # a name and the part of it that must not stay
 TAKEN = (
     ("acmecorp_fused_gemm_kernel", "acmecorp"),
+    ("_ZN8acmecorp6zaphodEv", "acmecorp"),
+    ("_ZN2at4mean a1b2c3d4e5f6", "a1b2c3d4e5f6"),
     ("acmecorp::secretop", "acmecorp"),
     ("nn.Module: AcmecorpBlock_0", "Acmecorp"),
     ("/home/zaphod/projects/moonshot/train.py(12): main", "zaphod"),
@@ -83,7 +89,9 @@ def test_a_short_label_of_known_words_stays(label):
     assert Substitutes().clean_label(label) == label
 
 
-@pytest.mark.parametrize("label", ["loading zaphod", "the one who said what the other who said", "a\x1b[31m"])
+@pytest.mark.parametrize(
+    "label", ["loading zaphod", "run 3xk2j9ab", "run ab12cd34", "the one who said what the other who said", "a\x1b[31m"]
+)
 def test_any_other_label_is_replaced(label):
     assert Substitutes().clean_label(label) == "label-1"
 
@@ -100,3 +108,13 @@ def test_the_list_of_words_has_no_names_of_people():
     common = {"alice", "bob", "carol", "dave", "maria", "anna", "hans", "peter", "john", "michael", "thomas", "chen"}
     assert not common & read_known_words()
     assert is_known("gemm")
+
+
+def test_kernels_stay_what_they_are():
+    lines = (TESTS / "analysis/kernel_names.tsv").read_text().splitlines()[1:]
+    names = Substitutes()
+    for line in lines:
+        name = line.partition("\t")[0].encode().decode("unicode_escape")
+        before = taken_apart(name)
+        after = taken_apart(names.clean_name(name))
+        assert (before.role, before.family, before.precision) == (after.role, after.family, after.precision), name
