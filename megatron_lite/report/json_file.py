@@ -194,6 +194,9 @@ def plain(value: Any, short: bool = False) -> Any:
         return [plain(item) for item in value]
     if isinstance(value, (np.ndarray, np.generic)):
         return plain(value.tolist())
+    if isinstance(value, str):
+        # a place knows more than its words, and encoders want plain ones
+        return str(value)
     return value if isinstance(value, LEAVES) else str(value)
 
 
