@@ -4,6 +4,7 @@ import io
 import os
 import stat
 import tarfile
+import tempfile
 import zipfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -115,6 +116,14 @@ def open_bundle(path: Path, folder: Path) -> Path | None:
         raise UserError(
             f"{path}: a bundle that cannot be read ({describe_io_error(error)}); ask for it again."
         ) from None
+
+
+def is_bundle(path: Path) -> bool:
+    """Whether a file is a bundle, which then can be opened."""
+    if not path.name.endswith(BUNDLE_ENDINGS):
+        return False
+    with tempfile.TemporaryDirectory() as folder:
+        return open_bundle(path, Path(folder)) is not None
 
 
 Entry = tuple[str, IO[bytes]]

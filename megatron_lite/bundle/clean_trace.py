@@ -32,8 +32,8 @@ _NUMBERS = tuple(field for field in msgspec.structs.fields(EventArgs) if field.t
 # fields of which known words stay
 _NAMES = ("collective", "dtype", "group", "copy", "source_memory", "target_memory")
 _ENCODED = {field.name: field.encode_name for field in msgspec.structs.fields(EventArgs)}
-# X: a span; B and E: its ends; M: a track's name; i: memory
-_PHASES = ("X", "B", "E", "M", "i")
+# X: a span; B and E: its ends; M: a track's name
+_PHASES = ("X", "B", "E", "M")
 _MEMORY = "[memory]"
 _VERSION = re.compile(r"[\d.]{1,16}")
 
@@ -100,7 +100,7 @@ class _EventCleaner:
     def encode(self, events: Sequence[Event]) -> bytes:
         """The entries that are kept, with commas between them."""
         kept = [_encoder.encode(self._clean(event)) for event in events if _is_read(event)]
-        self.names.drop("events that no report reads (flows, counters)", len(events) - len(kept))
+        self.names.drop("events that no report reads (flows and others)", len(events) - len(kept))
         return b",\n".join(kept)
 
     def _clean(self, event: Event) -> BundledEvent:
@@ -179,7 +179,12 @@ def _is_read(event: Event) -> bool:
     if event.cat == CRITICAL_PATH:
         # tells that another tool has left out events
         return True
-    return event.ph in _PHASES and (event.ph != "i" or event.name == _MEMORY)
+    if event.ph == "i":
+        return event.name == _MEMORY
+    if event.ph == "C":
+        # samples of a device's counters; others' counters have names for their values
+        return (event.args or NO_ARGS).counter is not None
+    return event.ph in _PHASES
 
 
 _HEADER_KEYS = {

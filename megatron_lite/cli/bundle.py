@@ -31,9 +31,12 @@ class Bundle:
     """
 
     def __init__(self, paths: list[Path], report: "Report", folder: Path):
-        from megatron_lite.bundle.archive import FOLDER
+        from megatron_lite.bundle.archive import FOLDER, is_bundle
         from megatron_lite.bundle.clean_folder import clean_folder
 
+        for path in paths:
+            if is_bundle(path):
+                raise UserError(f"--bundle: {path} is a bundle already; send it as it is.")
         self.folder = folder / FOLDER
         self.folder.mkdir()
         self.made: CleanFolder = clean_folder(paths, self.folder)

@@ -5,11 +5,12 @@ import zipfile
 
 import pytest
 from support.bundle_check import find_secrets, make_bundle, unzip
-from support.paths import TRACES
+from support.paths import TESTS, TRACES
 from support.run_maker import PLAN, RECORD, folder, ranks, step
 from support.trace_maker import MadeTrace, gpu_run
 
 from megatron_lite.analysis.analyze import analyze
+from megatron_lite.analysis.trace.read import read_traces
 from megatron_lite.bundle.archive import open_bundle
 from megatron_lite.cli.bundle import find_differences
 from megatron_lite.cli.report import run
@@ -173,6 +174,22 @@ def test_a_public_trace_tells_the_same(name, tmp_path):
         pytest.skip("public traces are not part of the project")
     folder, _ = make_bundle([TRACES / name], tmp_path / "made")
     assert find_secrets(folder, ["moca/", "D74EA3FAC1814011AB8FC4FC00427B48"]) == []
+
+
+@pytest.mark.parametrize("ending", ["json.gz", "pftrace.gz"])
+def test_counters_of_a_device_stay(ending, tmp_path):
+    folder, _ = make_bundle([TESTS / f"analysis/traces/torch_2_14_rank0.{ending}"], tmp_path / "made")
+    [before] = read_traces(TESTS / f"analysis/traces/torch_2_14_rank0.{ending}")
+    [after] = read_traces(next(folder.glob("*.pt.trace.json.gz")))
+    assert after.counters.names == before.counters.names
+    assert len(after.counters.value) == len(before.counters.value) > 0
+
+
+def test_a_bundle_of_a_bundle_is_refused(tmp_path):
+    run([str(make_run(tmp_path / "run-1")), "--no-html", "--bundle", str(tmp_path / "it.zip")])
+    with pytest.raises(UserError, match="it.zip"):
+        run([str(tmp_path / "it.zip"), "--no-html", "--bundle", str(tmp_path / "again.zip")])
+    assert not (tmp_path / "again.zip").exists()
 
 
 def test_ranks_without_a_number_stay_apart(tmp_path):
