@@ -5,8 +5,7 @@ from support.perfetto_maker import TORCH_JSON, TORCH_PACKETS, write_pftrace
 from support.trace_maker import BASE_US, MadeTrace, gpu_run, write
 
 from megatron_lite.analysis.analyze import analyze
-from megatron_lite.analysis.kernels.device_counters import DEVICE_MEMORY, SM_ACTIVE
-from megatron_lite.analysis.kernels.kernel_results import Role
+from megatron_lite.analysis.kernels.kernel_results import MEMORY_BUSY, SM_ACTIVE, Role
 from megatron_lite.analysis.trace.read import read_traces
 from megatron_lite.report.terminal import Style, terminal_lines
 
@@ -57,7 +56,7 @@ def test_means_of_the_steady_steps(tmp_path, sm_name, memory_name):
         {sm_name: samples_of(lambda us: 80 if us % 20 else 40), memory_name: samples_of(lambda us: 25)}
     )
     found = use_of(made.write(tmp_path))
-    assert found[sm_name].meaning == SM_ACTIVE and found[memory_name].meaning == DEVICE_MEMORY
+    assert found[sm_name].meaning == SM_ACTIVE and found[memory_name].meaning == MEMORY_BUSY
     assert found[sm_name].mean == pytest.approx(60, abs=0.5) and found[memory_name].mean == pytest.approx(25)
 
 

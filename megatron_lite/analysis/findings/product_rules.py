@@ -26,7 +26,6 @@ from megatron_lite.analysis.findings.base import (
 )
 from megatron_lite.analysis.graph.edits.kernels import limit_kernels
 from megatron_lite.analysis.intervals import Integers, Numbers
-from megatron_lite.analysis.kernels.device_counters import describe_counters
 from megatron_lite.analysis.kernels.kernel_results import MATRIX_ROLES, KernelRow, Role, RooflineRow, TensorCores
 from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.run_facts import Facts
@@ -529,7 +528,7 @@ def _reach_roofline(
 
 def _list_measured(one: RankFacts) -> list[Evidence]:
     """List what the device's counters measured, where the trace has them."""
-    measured = describe_counters(one.kernels.counters)
+    measured = one.kernels.describe_counters()
     return [Evidence(measured, "")] if measured else []
 
 

@@ -6,17 +6,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_lite.analysis.intervals import Cover, Integers, Numbers, union
-from megatron_lite.analysis.kernels.kernel_results import CounterUse, Role
+from megatron_lite.analysis.kernels.kernel_results import MEMORY_BUSY, SM_ACTIVE, CounterUse, Role
 from megatron_lite.analysis.kernels.selection import Selection
 from megatron_lite.analysis.time.time_results import RankTime
 from megatron_lite.analysis.trace.columns import CounterSamples, Kind
 
-SM_ACTIVE = "sm active"
-DEVICE_MEMORY = "memory"
 # Names of libkineto (metrics of CUPTI) and of torch's monitor (_pm_label in monitor_trace.py); both in % of the peak.
 MEANINGS = {
     SM_ACTIVE: re.compile(r"SM Active \(%\)|sm__cycles_active\.avg\.pct_of_peak_sustained_(elapsed|active)"),
-    DEVICE_MEMORY: re.compile(r"(DRAM|HBM) BW \(%\)|(gpu__dram_|dram__)throughput\.avg\.pct_of_peak_sustained_elapsed"),
+    MEMORY_BUSY: re.compile(r"(DRAM|HBM) BW \(%\)|(gpu__dram_|dram__)throughput\.avg\.pct_of_peak_sustained_elapsed"),
 }
 MIN_SAMPLED = 0.5  # of the steady time: fewer samples say nothing of a step
 WHOLE_SAMPLE = 0.95  # of a sample's time
@@ -139,19 +137,3 @@ def _cover_roles(chosen: Selection, device: int, roles: dict[str, Role]) -> dict
         if role is not None:
             rows_of.setdefault(role, []).append(row)
     return {role: trace.cover(np.array(rows, np.int64)) for role, rows in rows_of.items()}
-
-
-def describe_counters(counters: tuple[CounterUse, ...]) -> str:
-    """Write "SMs active 41%, memory at 20% of its peak while kernels run"; '' where neither was measured."""
-    parts = []
-    for one in counters:
-        value = one.mean if one.working is None else one.working
-        if one.meaning == SM_ACTIVE:
-            parts.append(f"SMs active {value:.0f}% of the time")
-        elif one.meaning == DEVICE_MEMORY:
-            parts.append(f"memory at {value:.0f}% of its peak")
-    if not parts:
-        return ""
-    is_working = all(one.working is not None for one in counters if one.meaning)
-    when = "while the device works" if is_working else "over whole steps"
-    return f"{', '.join(parts)} {when}, by its counters (CUPTI PM sampling)"

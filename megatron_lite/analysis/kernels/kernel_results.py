@@ -27,6 +27,9 @@ class Role(str, enum.Enum):
         return self.value
 
 
+# meanings of counters
+SM_ACTIVE = "sm active"
+MEMORY_BUSY = "memory"
 MATRIX_ROLES = (Role.GEMM, Role.ATTENTION, Role.CONVOLUTION)
 
 
@@ -124,3 +127,18 @@ class RankKernels:
     attention_flops: float | None = None  # part of model_flops: all scores; a causal model needs half of them
     counters: tuple[CounterUse, ...] = ()  # () where the trace has none
     recomputed_flops: float = 0.0  # per step, in recomputed activations; not part of model_flops
+
+    def describe_counters(self) -> str:
+        """Write "SMs active 41%, memory at 20% of its peak while the device works"; '' where neither was measured."""
+        parts = []
+        for one in self.counters:
+            value = one.mean if one.working is None else one.working
+            if one.meaning == SM_ACTIVE:
+                parts.append(f"SMs active {value:.0f}% of the time")
+            elif one.meaning == MEMORY_BUSY:
+                parts.append(f"memory at {value:.0f}% of its peak")
+        if not parts:
+            return ""
+        is_working = all(one.working is not None for one in self.counters if one.meaning)
+        when = "while the device works" if is_working else "over whole steps"
+        return f"{', '.join(parts)} {when}, by its counters (CUPTI PM sampling)"

@@ -4,7 +4,6 @@ limits."""
 from collections.abc import Sequence
 from functools import partial
 
-from megatron_lite.analysis.kernels.device_counters import describe_counters
 from megatron_lite.analysis.kernels.kernel_results import CounterUse, RankKernels, RooflineRow
 from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.report import Report
@@ -339,7 +338,7 @@ def _describe_rates(rank: RankFacts) -> list[str]:
         unknown = kernels.maybe_tensor_core_ms / kernels.matrix_ms
         doubt = f"; unknown for {percent(unknown)}" if unknown > 0.005 else ""
         rates.append(f"tensor cores: {used} of the {milliseconds(kernels.matrix_ms)} ms {products}{doubt}")
-    measured = describe_counters(kernels.counters)
+    measured = kernels.describe_counters()
     if measured:
         rates.append(measured)
     for counter in kernels.counters:
