@@ -40,6 +40,7 @@ def test_an_export_tells_the_same_and_no_secret(tmp_path):
     assert facts == [("EXPORT_PRODUCT_VERSION", "2026.2"), (None, None)]
 
 
+@pytest.mark.slow
 def test_a_public_export_tells_the_same(tmp_path):
     if not (TRACES / "nsys_sqlite").is_dir():
         pytest.skip("public traces are not part of the project")

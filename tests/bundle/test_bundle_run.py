@@ -168,7 +168,10 @@ def test_another_archive_is_no_bundle(tmp_path):
     assert open_bundle(path, opened) is None
 
 
-@pytest.mark.parametrize("name", ["v100_dlrm_8ranks", "h100_qwen_stacks", "a100_ddp_nccl_rank0of2"])
+SLOWER = [pytest.param(name, marks=pytest.mark.slow) for name in ("v100_dlrm_8ranks", "a100_ddp_nccl_rank0of2")]
+
+
+@pytest.mark.parametrize("name", ["h100_qwen_stacks", *SLOWER])
 def test_a_public_trace_tells_the_same(name, tmp_path):
     if not (TRACES / name).is_dir():
         pytest.skip("public traces are not part of the project")
