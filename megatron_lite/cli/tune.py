@@ -5,8 +5,12 @@ import os
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from megatron_lite.cli.batch_systems import Job
+from megatron_lite.cli.launcher import PLACERS, count_ranks
 from megatron_lite.cli.parser import Parser
 from megatron_lite.cli.ranked_commands import find_script
 from megatron_lite.cli.recorded_runs import TRAINER
@@ -52,17 +56,27 @@ def run(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="megatron-lite-tune-") as folder:
         runner = VariantRunner(command, knobs.short, options.steps, Path(folder))
         tuner = Tuner(command, knobs.knobs, bounds, ledger, runner.run, lambda line: print_lines([f"tune: {line}"]))
-        kept = signal.signal(signal.SIGTERM, _interrupt)
-        try:
+        with ending_runs():
             trials, outcome = tuner.tune()
-        finally:
-            signal.signal(signal.SIGTERM, kept)
     print_lines(["", *tune_lines(trials, outcome, get_style(sys.stdout))])
     return 0
 
 
+@contextmanager
+def ending_runs() -> Iterator[None]:
+    """Let the run that goes on end, too, where this process is ended, or its terminal is closed."""
+    # nohup has SIGHUP ignored
+    ending = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+    kept = {number: signal.signal(number, _interrupt) for number in ending}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+
+
 def _interrupt(number: int, frame: object) -> None:
-    """End as on ctrl-C, so that the run that goes on is ended, too."""
+    """End as on ctrl-C."""
     raise KeyboardInterrupt
 
 
@@ -119,12 +133,28 @@ def read_tuned_command(words: list[str], knobs: KnobFile) -> TunedCommand:
     Args:
         words: the command.
         knobs: of the user's file, which say what switches are.
+
+    Raises:
+        UserError: the command is a part of one, which waits for other nodes.
     """
+    _check_nodes(words)
     switches = {knob.name for knob in knobs.knobs if knob.is_switch}
     first_argument, is_trainer = _find_arguments(words)
     if is_trainer:
         switches |= {name for flag in list_flags(Args) if flag.is_switch for name in flag.spellings}
     return TunedCommand(tuple(words), first_argument, is_trainer, frozenset(switches), dict(os.environ))
+
+
+def _check_nodes(words: list[str]) -> None:
+    """Refuse torchrun on several nodes: every run would wait for those on which nobody starts it."""
+    script = find_script(words)
+    before = words[:script]
+    nodes = count_ranks(before, Job()).nodes
+    if nodes > 1 and PLACERS.isdisjoint(Path(word).name for word in before):
+        raise UserError(
+            f"megatron-lite tune: the command runs on {nodes} nodes, and is started on this one alone; "
+            "give it with srun or mpirun, or tune it on one node."
+        )
 
 
 def _find_arguments(words: list[str]) -> tuple[int, bool]:

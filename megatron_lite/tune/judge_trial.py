@@ -10,6 +10,9 @@ from megatron_lite.analysis.compare.settings import paired_samples
 from megatron_lite.formats.tune_ledger import MeasuredRun, TrialResult
 from megatron_lite.tune.knobs import LossEffect
 
+# of a step's loss between runs of the same command: more comes of other data or other first weights, not of sums
+MAX_OWN_DIFFERENCE = 1e-2
+
 
 @dataclass(frozen=True)
 class TrialJudgement:
@@ -100,6 +103,8 @@ def _object_to_losses(
     if difference is None:
         return "no losses were recorded, so that nothing says that it trains the same"
     own = measure_loss_difference(before[0], before[1:]) or 0.0
+    if own > max(tolerance, MAX_OWN_DIFFERENCE):
+        return f"losses of one command differ by up to {own:.1e} from run to run: nothing says that it trains the same"
     allowed = own if losses is LossEffect.BIT_EQUAL else max(tolerance, own)
     if difference <= allowed:
         return ""

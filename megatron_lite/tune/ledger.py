@@ -43,14 +43,18 @@ class Ledger:
         self.path = path
         self._runs: list[MeasuredRun] = []
         self._others: list[LedgerLine] = []
-        lines = list(_read_lines(path))
-        if not lines:
-            self._append(request)
-            return
-        first, *rest = lines
-        if first != request:
+        content = _read_content(path)
+        lines = list(_decode_lines(path, content))
+        first = lines[0] if lines else None
+        if first is None and not encode_line(request).startswith(content):
+            raise UserError(f"--ledger {path}: is no ledger; name another file.")
+        if first not in (None, request):
             raise UserError(f"--ledger {path}: is the ledger of {_find_other(first, request)}; name another file.")
-        for line in rest:
+        # not before it is known to be a ledger: another file is left as it is
+        _drop_cut_line(path, content)
+        if first is None:
+            self._append(request)
+        for line in lines[1:]:
             if isinstance(line, MeasuredRun):
                 self._runs.append(line)
             else:
@@ -96,19 +100,21 @@ def _identify(run: MeasuredRun) -> tuple[str, int, int, Settings]:
     return run.purpose, run.number, run.round, run.settings
 
 
-def _read_lines(path: Path) -> Iterator[LedgerLine]:
-    """Read a ledger's lines, without one at its end that a kill cut off, which is taken out of the file."""
+def _read_content(path: Path) -> bytes:
+    """Read a file; b"" where there is none."""
     try:
         if not path.exists():
-            return
+            return b""
         if path.stat().st_size > MAX_LEDGER_BYTES:
             raise UserError(f"--ledger {path}: is larger than a ledger is; name another file.")
-        content = path.read_bytes()
+        return path.read_bytes()
     except OSError as error:
         raise UserError(f"--ledger {path}: cannot be read ({error.strerror or error}); name another file.") from None
-    whole, _, cut = content.rpartition(b"\n")
-    if cut:
-        os.truncate(path, len(content) - len(cut))
+
+
+def _decode_lines(path: Path, content: bytes) -> Iterator[LedgerLine]:
+    """Decode a ledger's whole lines."""
+    whole, _, _ = content.rpartition(b"\n")
     for number, text in enumerate(whole.splitlines(), 1):
         try:
             yield decode_line(text)
@@ -116,7 +122,18 @@ def _read_lines(path: Path) -> Iterator[LedgerLine]:
             raise UserError(f"--ledger {path}: line {number} is none of a ledger; name another file.") from None
 
 
-def _find_other(first: LedgerLine, request: TuneRequest) -> str:
+def _drop_cut_line(path: Path, content: bytes) -> None:
+    """Take the line out of a ledger that a kill cut off at its end."""
+    _, _, cut = content.rpartition(b"\n")
+    if not cut:
+        return
+    try:
+        os.truncate(path, len(content) - len(cut))
+    except OSError as error:
+        raise UserError(f"--ledger {path}: cannot be written ({error.strerror or error}); name another file.") from None
+
+
+def _find_other(first: LedgerLine | None, request: TuneRequest) -> str:
     """Name what differs from the request."""
     if not isinstance(first, TuneRequest):
         return "no command"

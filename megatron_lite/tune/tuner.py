@@ -206,7 +206,10 @@ class Tuner:
         run = self._ledger.take_run(wanted)
         if run is None:
             run = self._run(wanted)
-            self._ledger.add_run(run)
+            is_mistake = purpose == "record" and run.failure and not settings
+            # nothing was tried yet, and the mistake may be mended when the same command comes again
+            if not is_mistake:
+                self._ledger.add_run(run)
         self._used_s += run.wall_s
         self._longest_s = max(self._longest_s, run.wall_s)
         return run

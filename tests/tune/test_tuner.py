@@ -1,5 +1,7 @@
 """Tuning keeps what is faster at equal losses, goes on where it was interrupted, and never ends slower than it began."""
 
+import signal
+
 import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -7,11 +9,12 @@ from hypothesis import strategies as some
 from support.tuned_commands import LOSSES, MadeRuns, finding, flag, script, trainer, variable
 from support.wording import wording
 
+from megatron_lite.cli.tune import ending_runs, read_tuned_command
 from megatron_lite.errors import UserError
 from megatron_lite.formats.tune_ledger import TrialResult, TuneOutcome, TuneRequest, TuneTrial, decode_line
 from megatron_lite.report.text import Style
 from megatron_lite.report.tune_terminal import tune_lines
-from megatron_lite.tune.knobs import DeclaredKnob, LossEffect
+from megatron_lite.tune.knobs import NO_KNOBS, DeclaredKnob, LossEffect
 from megatron_lite.tune.ledger import Ledger
 from megatron_lite.tune.tuner import Bounds, Tuner
 from megatron_lite.tune.variant import TunedCommand
@@ -251,3 +254,90 @@ def test_the_table_has_everything_that_was_tried(tmp_path):
     assert lines[0].startswith("50%") and trials[1].reason in text
     unchanged = TuneOutcome(command="x", reason="nothing", wall_s=1.0)
     assert tune_lines([], unchanged, Style())[0] == wording("tune/stays", "nothing")
+
+
+@pytest.mark.parametrize("content", ["first\nlast", "only", "\n", '{"kind": "request"}'])
+def test_a_file_that_is_no_ledger_is_left_as_it_is(tmp_path, content):
+    path = tmp_path / "notes.txt"
+    path.write_text(content)
+    with pytest.raises(UserError, match=r"--ledger .*notes\.txt"):
+        Ledger(path, TuneRequest(command=("a",), steps=20, rounds=3, tolerance=1e-3))
+    assert path.read_text() == content
+
+
+def test_a_ledger_of_another_command_keeps_a_line_that_was_cut_off(tmp_path):
+    path = tmp_path / "ledger"
+    Ledger(path, TuneRequest(command=("a",), steps=20, rounds=3, tolerance=1e-3))
+    content = path.read_bytes() + b'{"kind": "run"'
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="another command"):
+        Ledger(path, TuneRequest(command=("b",), steps=20, rounds=3, tolerance=1e-3))
+    assert path.read_bytes() == content
+
+
+def test_a_ledger_whose_first_line_was_cut_off_is_begun_anew(tmp_path):
+    path = tmp_path / "ledger"
+    request = TuneRequest(command=("a",), steps=20, rounds=3, tolerance=1e-3)
+    Ledger(path, request)
+    whole = path.read_bytes()
+    for length in (1, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        Ledger(path, request)
+        assert path.read_bytes() == whole
+
+
+def test_a_command_that_could_not_be_measured_is_run_again(tmp_path):
+    """What was wrong may be mended without another command: a missing file, a full disk."""
+    broken = MadeRuns([WORKERS], costs())
+    broken.run = lambda wanted: msgspec.structs.replace(wanted, failure="no such file")
+    with pytest.raises(UserError, match="no such file"):
+        tune(tmp_path / "ledger", broken)
+    trials, _ = tune(tmp_path / "ledger", MadeRuns([WORKERS], costs(num_workers=0.5)))
+    assert [trial.result for trial in trials] == [TrialResult.KEPT]
+
+
+@pytest.mark.parametrize(
+    ("losses", "result"), [("bit-equal", "other losses"), ("rounding", "other losses"), ("changed", "kept")]
+)
+def test_losses_of_a_script_without_a_seed_say_nothing(tmp_path, losses, result):
+    seeds = iter(range(100))
+    runs = MadeRuns([WORKERS], costs(workers=0.5), lambda given: (3.0 + 0.1 * (next(seeds) // 2 % 2),) * 20)
+    knob = DeclaredKnob(name="--workers", values=(4,), answers=("starved-loader",), losses=LossEffect(losses))
+    [trial], _ = tune(tmp_path / "ledger", runs, script(), [knob])
+    assert trial.result.value == result
+
+
+SEVERAL_NODES = (
+    "torchrun --nnodes=2 --nproc-per-node 2 train.py",
+    "python -m torch.distributed.run --nnodes 1:4 train.py",
+)
+
+
+@pytest.mark.parametrize("words", SEVERAL_NODES)
+def test_one_of_several_nodes_is_refused_before_it_waits_for_the_others(words):
+    with pytest.raises(UserError, match="nodes"):
+        read_tuned_command(words.split(), NO_KNOBS)
+
+
+@pytest.mark.parametrize(
+    "words", ["torchrun --nnodes 1 train.py", "srun -N 2 torchrun --nnodes 2 train.py", "train.sh"]
+)
+def test_what_starts_all_its_nodes_is_tuned(words):
+    assert read_tuned_command(words.split(), NO_KNOBS).words == tuple(words.split())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_the_run_ends_with_tune_and_with_its_terminal(number):
+    kept = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt), ending_runs():
+        signal.raise_signal(number)
+    assert signal.getsignal(number) is kept
+
+
+def test_nohup_stays_in_force():
+    kept = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with ending_runs():
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, kept)
