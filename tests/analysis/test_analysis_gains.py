@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.finding_cases import CASES
 from support.paths import SHARED
-from support.trace_maker import MadeTrace
+from support.trace_maker import MadeTrace, write
 
 from megatron_lite.analysis import gains
 from megatron_lite.analysis.analyze import analyze
@@ -128,3 +128,19 @@ def test_a_graph_of_nothing_has_no_steps():
     assert len(graph.activities) == 0
     assert replay(graph) is None
     assert check_replay(graph).why_not
+
+
+@pytest.mark.parametrize("world_size", [2, None, 1])
+def test_one_rank_of_many_is_doubted_also_where_the_file_does_not_say_how_many(tmp_path, world_size):
+    made = make_loading_and_syncing()
+    made.world_size = 2
+    for step in range(6):
+        at = step * 1500.0
+        made.collective(at + 1430, at + 1470, at + 1425)
+    data = made.data()
+    data["distributedInfo"] = {"backend": "nccl", "rank": 0, "world_size": world_size}
+    if world_size is None:
+        del data["distributedInfo"]
+    report = analyze([write(data, tmp_path / "trace.json")])
+    graph = build_graph([(one.trace, one.placing) for one in report.facts.graph_ranks])
+    assert bool(graph.limits) == (world_size != 1) and set(graph.limits) <= set(report.gains.doubts)

@@ -168,8 +168,8 @@ def _match_ranks(
     traces = [trace for trace, _ in ranks]
     if len(traces) < 2:
         limits = []
-        is_one_of_many = (traces[0].world_size or 0) > 1
-        if is_one_of_many and len(calls[0]):
+        # a file that does not say how many ranks there are, such as Perfetto's packets, may be of one of many
+        if traces[0].world_size != 1 and len(calls[0]):
             limits.append("only one rank's trace is read: how long it waits for others is not known")
         return [], [0], limits
     bases = [trace.base_ns for trace in traces]
