@@ -1,11 +1,14 @@
 """Bundles as files: .zip or .tar.gz, written whole or not at all, and opened without trust."""
 
 import io
+import lzma
 import os
 import stat
+import struct
 import tarfile
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
@@ -25,6 +28,19 @@ MAX_BUNDLE_BYTES = 4 << 30  # of all files, unpacked
 MAX_BUNDLE_FILES = 20_000
 _COPY_BYTES = 1 << 20
 _GZIP = b"\x1f\x8b"
+# what a damaged archive makes its readers raise
+UNREADABLE = (
+    OSError,
+    EOFError,
+    ValueError,
+    RuntimeError,
+    NotImplementedError,
+    zipfile.BadZipFile,
+    tarfile.TarError,
+    zlib.error,
+    lzma.LZMAError,
+    struct.error,
+)
 # later than any run: a copy may make files younger, never older than what they tell of
 _ZIP_TIME = (2099, 1, 1, 0, 0, 0)
 
@@ -112,7 +128,7 @@ def open_bundle(path: Path, folder: Path) -> Path | None:
                 return _unpack(_list_zip(archive), path, folder)
         with tarfile.open(path, "r:gz") as tar:
             return _unpack(_list_tar(tar), path, folder)
-    except (OSError, EOFError, zipfile.BadZipFile, tarfile.TarError, RuntimeError, NotImplementedError) as error:
+    except UNREADABLE as error:
         raise UserError(
             f"{path}: a bundle that cannot be read ({describe_io_error(error)}); ask for it again."
         ) from None

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from megatron_lite.bundle.clean_messages import clean_message
-from megatron_lite.bundle.names import Secret, Substitutes
+from megatron_lite.bundle.names import Secret, Substitutes, names_key
 
 Record = TypeVar("Record")
 Rule = Callable[[Substitutes, str], str | None]
@@ -184,8 +184,12 @@ def _clean_value_of_field(value: Any, rule: Rule, names: Substitutes, depth: int
         cleaned = {}
         for key, part in value.items():
             known = clean_key(names, key) if isinstance(key, str) else key
-            cleaned[known] = _clean_value_of_field(part, rule, names, depth + 1)
+            rule_of_part = _take_out if isinstance(key, str) and names_key(key) else rule
+            cleaned[known] = _clean_value_of_field(part, rule_of_part, names, depth + 1)
         return cleaned
+    if rule is VALUE and isinstance(value, list) and all(isinstance(part, str) for part in value):
+        # a key's value is told by the word before it
+        return names.clean_command(value)
     if isinstance(value, list | tuple):
         parts = [_clean_value_of_field(part, rule, names, depth + 1) for part in value]
         return type(value)(parts)

@@ -63,6 +63,8 @@ _PATH = re.compile(
 # "train.py(12): step" of the profiler, "step (train.py:12)" of this package
 _FRAME = re.compile(r"(?P<path>[^()<>]*\.pyx?)(?P<line>\(\d+\): )(?P<function>.*)", re.DOTALL)
 _OWN_FRAME = re.compile(r"(?P<function>[^()]*) \((?P<path>[^()]*?)(?P<line>:\d+)?\)")
+# "--hf-token", "WANDB_API_KEY", "--password", but not "--tokens"
+_NAME_OF_KEY = re.compile(r"(?:key|token|secret|passw(?:or)?d|passphrase|credentials?|auth)$", re.IGNORECASE)
 _SLASHES = re.compile(r"[/\\]+")
 _INSTALLED = ("site-packages", "dist-packages")
 _OWN_LIBRARY = re.compile(r"python3(?:\.\d+)?")
@@ -291,11 +293,19 @@ class Substitutes:
         return f"{function} ({self.clean_path(found['path'])}{found['line'] or ''})"
 
     def clean_command(self, words: list[str]) -> list[str]:
-        """A command line: names of flags, numbers, programs and files stay as far as they are known."""
-        return [self._clean_word_of_command(word) for word in words]
+        """A command line: names of flags, numbers, programs and files stay as far as they are known, and no keys."""
+        cleaned = []
+        is_key = False
+        for word in words:
+            is_flag = word.startswith("-")
+            cleaned.append(self.clean_text(word) if is_key and not is_flag else self._clean_word_of_command(word))
+            is_key = is_flag and names_key(word)
+        return cleaned
 
     def _clean_word_of_command(self, word: str) -> str:
         flag, equals, value = word.partition("=")
+        if equals and names_key(flag):
+            return f"{self._clean_words(flag)}={self.clean_text(value)}"
         if flag.startswith("-"):
             flag = self._clean_words(flag)
             return f"{flag}{equals}{self._clean_word_of_command(value)}" if equals else flag
@@ -310,6 +320,11 @@ _FORMS = (
     (Secret.ADDRESS, _IPV4),
     (Secret.ADDRESS, _IPV6),
 )
+
+
+def names_key(name: str) -> bool:
+    """Whether a flag or a variable has a key or a password for its value, which no list of words makes harmless."""
+    return _NAME_OF_KEY.search(name) is not None
 
 
 def _means_something(label: str) -> bool:

@@ -4,8 +4,10 @@ import pytest
 from support.paths import TESTS
 
 from megatron_lite.analysis.kernels.kernel_names import taken_apart
+from megatron_lite.bundle.clean_records import clean_record
 from megatron_lite.bundle.known_words import is_known, read_known_words
 from megatron_lite.bundle.names import Secret, Substitutes
+from megatron_lite.formats.run_record import RunRecord
 
 KEPT = (
     "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, std::array<char*, 3ul> >",
@@ -118,3 +120,15 @@ def test_kernels_stay_what_they_are():
         before = taken_apart(name)
         after = taken_apart(names.clean_name(name))
         assert (before.role, before.family, before.precision) == (after.role, after.family, after.precision), name
+
+
+@pytest.mark.parametrize("flag", ["--wandb-api-key", "--hf-token", "--password", "--db_passwd", "--auth"])
+def test_no_key_stays_however_plain_its_words_are(flag):
+    cleaned = Substitutes().clean_command(
+        [flag, "dragon", f"{flag}=dragon", f"{flag[2:].upper()}=dragon", "--tokens", "8"]
+    )
+    assert "dragon" not in str(cleaned) and cleaned[-2:] == ["--tokens", "8"]
+    record = RunRecord(command=["train.py", flag, "dragon"], environment={"HF_TOKEN": "dragon", "OMP_NUM_THREADS": "4"})
+    found = clean_record(record, Substitutes())
+    assert "dragon" not in str(found.command) and "dragon" not in str(found.environment)
+    assert found.environment["OMP_NUM_THREADS"] == "4" and is_known("dragon")

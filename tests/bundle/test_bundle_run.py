@@ -11,7 +11,7 @@ from support.trace_maker import MadeTrace, gpu_run
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.trace.read import read_traces
-from megatron_lite.bundle.archive import open_bundle
+from megatron_lite.bundle.archive import open_bundle, write_archive
 from megatron_lite.cli.bundle import find_differences
 from megatron_lite.cli.report import run
 from megatron_lite.errors import UserError
@@ -157,6 +157,26 @@ def test_an_archive_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch):
     opened.mkdir()
     with pytest.raises(UserError):
         open_bundle(path, opened)
+
+
+@pytest.mark.parametrize("ending", [".zip", ".tar.gz"])
+def test_a_damaged_archive_is_one_line(tmp_path, ending):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "taken_out.txt").write_text("".join(map(str, range(2000))))
+    path = tmp_path / f"it{ending}"
+    write_archive(tmp_path / "run", path)
+    whole = path.read_bytes()
+    refused = 0
+    for place in range(20, len(whole), 37):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
+        opened = tmp_path / f"opened-{place}"
+        opened.mkdir()
+        try:
+            open_bundle(path, opened)
+        except UserError as error:
+            assert "\n" not in str(error)
+            refused += 1
+    assert refused
 
 
 def test_another_archive_is_no_bundle(tmp_path):
