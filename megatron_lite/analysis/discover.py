@@ -612,13 +612,45 @@ def _choose_files(files: Sequence[SourceFile]) -> tuple[list[SourceFile], Ignore
     def select(what: str) -> list[SourceFile]:
         return [file for file in files if file.what == what]
 
-    traces, older = choose_newest(select("trace"))
+    told, twice = _choose_form(select("trace"))
+    traces, older = choose_newest(told)
     snapshots, older_snapshots = choose_newest(select("snapshot"))
     reports, older_reports = choose_newest_reports(select("nsys"))
     if traces and reports:
         older_reports += [(file.path, BESIDE_TRACES) for file in reports]
         reports = []
-    return [*traces, *reports, *snapshots], [*older, *older_reports, *older_snapshots]
+    return [*traces, *reports, *snapshots], [*twice, *older, *older_reports, *older_snapshots]
+
+
+def _choose_form(traces: Sequence[SourceFile]) -> tuple[list[SourceFile], Ignored]:
+    """Choose JSON of traces that were exported in both forms of torch, beside each other under the same name.
+
+    Returns:
+        The chosen files, and the others with the reason why they are left out.
+    """
+    of_json = {_cut_endings(file.path): file.path for file in traces if not _is_named_packets(file.path)}
+    kept = []
+    left_out = []
+    for file in traces:
+        twin = of_json.get(_cut_endings(file.path))
+        if twin is not None and twin != file.path and _is_named_packets(file.path):
+            left_out.append((file.path, f"the same as {twin.name}, which says more"))
+        else:
+            kept.append(file)
+    return kept, left_out
+
+
+def _is_named_packets(path: Path) -> bool:
+    """Whether a file's name is that of a trace of Perfetto's."""
+    return path.name.removesuffix(".gz").endswith(PERFETTO_ENDINGS)
+
+
+def _cut_endings(path: Path) -> Path:
+    """Cut off what names the form of a trace."""
+    name = path.name.removesuffix(".gz")
+    for ending in (".json", *PERFETTO_ENDINGS, ".trace", ".pt"):
+        name = name.removesuffix(ending)
+    return path.with_name(name)
 
 
 def _leave_out_processes(files: Sequence[Path], left_out: Ignored) -> list[Path]:

@@ -309,3 +309,14 @@ def test_names_that_are_cleared_with_each_packet_end_the_reading(tmp_path):
     clearing = packet((13, 1), (8, BASE_NS)) * 5000
     chunks = PacketChunks(write_packets(tmp_path, sound * 1000, clearing), max_open=10, block_bytes=1 << 15)
     assert sum(map(len, chunks)) >= 500 and chunks.cut and chunks.damage
+
+
+@pytest.mark.parametrize("names", [("a.json", "a.pftrace"), ("rank0.1.pt.trace.json.gz", "rank0.1.pftrace.gz")])
+def test_of_both_forms_of_one_trace_json_is_read(tmp_path, names):
+    """It says ranks, devices and directions of copies."""
+    for name, source in zip(names, (TORCH_JSON, TORCH_PACKETS)):
+        content = source.read_bytes()
+        (tmp_path / name).write_bytes(content if name.endswith(".gz") else gzip.decompress(content))
+    found = discover_sources([tmp_path])
+    assert [path.name for path in found.traces] == [names[0]]
+    assert [path.name for path, _ in found.ignored] == [names[1]]
