@@ -19,7 +19,7 @@ from megatron_lite.config.flags import list_flags
 from megatron_lite.errors import UserError
 from megatron_lite.formats.tune_ledger import TuneRequest
 from megatron_lite.terminal import print_lines
-from megatron_lite.tune.knobs import NO_KNOBS, KnobFile, read_knobs
+from megatron_lite.tune.knobs import NO_KNOBS, KnobFile, list_variables, read_knobs
 from megatron_lite.tune.ledger import Ledger
 from megatron_lite.tune.tuner import Bounds, Tuner
 from megatron_lite.tune.variant import TunedCommand
@@ -38,6 +38,7 @@ def run(argv: list[str]) -> int:
     request = TuneRequest(
         command=tuple(words),
         knobs=text,
+        variables={name: os.environ[name] for name in list_variables(knobs.knobs) if name in os.environ},
         steps=options.steps,
         rounds=options.rounds,
         tolerance=options.loss_tolerance,

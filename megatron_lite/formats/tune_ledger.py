@@ -43,6 +43,8 @@ class TuneRequest(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
     command: tuple[str, ...]
     # content of the file of knobs; "" without one
     knobs: str = ""
+    # of the environment that the command gets, those that a knob may set
+    variables: dict[str, str] = {}
     # steps of each run
     steps: int
     # runs of each variant in a trial

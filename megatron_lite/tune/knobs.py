@@ -2,7 +2,7 @@
 
 import enum
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -82,6 +82,16 @@ class DeclaredKnob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def list_settings(self) -> tuple[KnobSetting, ...]:
         """List its values as settings, in their order."""
         return tuple(KnobSetting(kind=self.kind, name=self.name, value=_write(value)) for value in self.values)
+
+
+def list_variables(declared: Sequence[DeclaredKnob]) -> list[str]:
+    """List the variables of the environment that tune may set.
+
+    Args:
+        declared: knobs of the user's file.
+    """
+    of_table = [name for name in read_trainer_knobs() if not name.startswith("-")]
+    return of_table + [knob.name for knob in declared if knob.kind == "variable"]
 
 
 class KnobFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -141,6 +141,9 @@ def _find_other(first: LedgerLine | None, request: TuneRequest) -> str:
         return "another command"
     if first.knobs != request.knobs:
         return "another --knobs"
+    if first.variables != request.variables:
+        names = sorted(dict(first.variables.items() ^ request.variables.items()))
+        return f"the command with another {', '.join(names)}"
     for name in ("steps", "rounds", "tolerance"):
         if getattr(first, name) != getattr(request, name):
             return f"--{name} {getattr(first, name)}"

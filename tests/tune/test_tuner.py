@@ -14,7 +14,7 @@ from megatron_lite.errors import UserError
 from megatron_lite.formats.tune_ledger import TrialResult, TuneOutcome, TuneRequest, TuneTrial, decode_line
 from megatron_lite.report.text import Style
 from megatron_lite.report.tune_terminal import tune_lines
-from megatron_lite.tune.knobs import NO_KNOBS, DeclaredKnob, LossEffect
+from megatron_lite.tune.knobs import NO_KNOBS, DeclaredKnob, LossEffect, list_variables
 from megatron_lite.tune.ledger import Ledger
 from megatron_lite.tune.tuner import Bounds, Tuner
 from megatron_lite.tune.variant import TunedCommand
@@ -341,3 +341,15 @@ def test_nohup_stays_in_force():
             signal.raise_signal(signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, kept)
+
+
+def test_a_ledger_of_other_variables_is_refused(tmp_path):
+    """Its runs are those of a command with another number of threads."""
+    request = TuneRequest(command=("a",), steps=20, rounds=3, tolerance=1e-3, variables={"OMP_NUM_THREADS": "8"})
+    Ledger(tmp_path / "ledger", request)
+    Ledger(tmp_path / "ledger", request)
+    with pytest.raises(UserError, match="OMP_NUM_THREADS"):
+        Ledger(tmp_path / "ledger", msgspec.structs.replace(request, variables={}))
+    assert {"OMP_NUM_THREADS", "THREADS"} <= {
+        *list_variables([DeclaredKnob(name="THREADS", kind="variable", values=(1,), answers=())])
+    }
