@@ -108,3 +108,21 @@ def test_other_entries_are_no_samples(tmp_path, entry):
     data["traceEvents"].append({"ph": "C", "name": "x", "ts": BASE_US} | entry)
     [trace] = read_traces(write(data, tmp_path / "t.json"))
     assert not len(trace.counters) and len(trace.events) == len(data["traceEvents"]) - 1
+
+
+@pytest.mark.parametrize("value", [-5.0, 200.0, 1e17])
+def test_what_is_no_share_has_no_meaning(tmp_path, value):
+    samples = {"SM Active (%)": samples_of(lambda us: value if us == 3000 else 50)}
+    report = analyze([with_counters(samples).write(tmp_path)])
+    [use] = report.facts.critical.kernels.counters
+    assert use.meaning == "" and "CUPTI" not in "\n".join(terminal_lines(report, Style(), False))
+
+
+@pytest.mark.parametrize("damage", [{"args": {"": 1e308}}, {"args": {"": -1e300}}, {"ts": 1e30}, {"ts": -1e30}])
+def test_damaged_samples_are_left_out(tmp_path, damage):
+    made = with_counters({"SM Active (%)": samples_of(lambda us: 50)})
+    before = len(made.events)
+    made.events += [made.events[-1] | damage]
+    [trace] = read_traces(made.write(tmp_path))
+    assert len(made.events) == before + 1 and trace.counters.value.max() == trace.counters.value.min() == 50
+    assert len(trace.counters) == len(samples_of(lambda us: 50))

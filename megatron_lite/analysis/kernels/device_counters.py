@@ -16,6 +16,7 @@ MEANINGS = {
     SM_ACTIVE: re.compile(r"SM Active \(%\)|sm__cycles_active\.avg\.pct_of_peak_sustained_(elapsed|active)"),
     MEMORY_BUSY: re.compile(r"(DRAM|HBM) BW \(%\)|(gpu__dram_|dram__)throughput\.avg\.pct_of_peak_sustained_elapsed"),
 }
+MAX_PERCENT = 110.0  # that a sample may reach, as counters are not read in the same cycle; more is no share
 MIN_SAMPLED = 0.5  # of the steady time: fewer samples say nothing of a step
 WHOLE_SAMPLE = 0.95  # of a sample's time
 MAX_LENGTHS = 4  # of the usual time between samples: after a longer gap samples are missing
@@ -101,7 +102,8 @@ def _measure(name: str, sampled: _Sampled, covers: _Covers) -> CounterUse | None
         mean = _mean_inside(sampled, weights, cover, others)
         if mean is not None:
             by_role[role] = mean
-    meanings = [key for key, pattern in MEANINGS.items() if pattern.fullmatch(name)]
+    is_share = (sampled.value >= 0).all() and (sampled.value <= MAX_PERCENT).all()
+    meanings = [key for key, pattern in MEANINGS.items() if is_share and pattern.fullmatch(name)]
     return CounterUse(
         name=name,
         meaning=meanings[0] if meanings else "",

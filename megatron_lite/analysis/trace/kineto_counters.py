@@ -16,6 +16,8 @@ from megatron_lite.analysis.trace.kineto_json import NO_ARGS, Event
 
 _PROCESS = re.compile(r"GPU (\d{1,4}) Counters\Z")
 _MAX_SAMPLES = 2_000_000  # 40 counters of 8 GPUs, sampled each ms for 6 s
+_MAX_VALUE = 1e18  # bytes or cycles of a sample have fewer; what is more is damage
+_MAX_US = 2**53  # in ns it fits 64 bits
 
 
 @dataclass
@@ -32,8 +34,11 @@ class CollectedCounters:
                 continue
             process = _PROCESS.match(event.pid)
             value = (event.args or NO_ARGS).counter
-            if process and value is not None and np.isfinite(value) and len(self.rows) < _MAX_SAMPLES:
-                self.rows.append((self.names[event.name], int(process[1]), float(event.ts), value))
+            if process is None or value is None or len(self.rows) >= _MAX_SAMPLES:
+                continue
+            time_us = float(event.ts)
+            if abs(value) <= _MAX_VALUE and abs(time_us) <= _MAX_US:
+                self.rows.append((self.names[event.name], int(process[1]), time_us, value))
 
     def build(self, first_ns: int) -> CounterSamples:
         """Build the columns. first_ns: start of the first event by the file's clock."""
