@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_lite.analysis.findings.base import Finding
-from megatron_lite.analysis.graph.build import build_graph
+from megatron_lite.analysis.graph.build import MAX_GRAPH_EVENTS, build_graph
 from megatron_lite.analysis.graph.graph import Graph
 from megatron_lite.analysis.graph.replay import check_replay
 from megatron_lite.analysis.graph.sequence import NamedEdit, OrderedGains, measure_gains
@@ -16,9 +16,6 @@ from megatron_lite.analysis.report import Gains, OrderedChange, Verdict
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.units import significant
 
-MAX_GRAPH_EVENTS = (
-    4_000_000  # of all ranks' traces: of more no graph is built, which would take more memory than they do
-)
 MAX_APART = 0.10  # of the step, by which the replayed steps may differ from all steady ones
 MAX_CHANGES_SAID = 3  # in one sentence
 

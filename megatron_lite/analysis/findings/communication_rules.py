@@ -483,9 +483,10 @@ def find_straggler(facts: Facts) -> Finding | Observation:
 
 
 def _level_late_rank(facts: Facts, found: Straggler) -> Edit | None:
-    """Build the edit of a late rank at the others' pace; None without traces of it and of others."""
+    """Build the edit of a late rank at the others' pace; None where no traces of it and of others show that it is late."""
     place = facts.find_graph_place(found.rank)
-    if place is None or len(facts.graph_ranks) < 2:
+    is_traced = place is not None and len(facts.graph_ranks) > 1
+    if place is None or not is_traced or found.share_last is None:
         return None
     return Edit(f"bring rank {found.rank} to the others' pace", partial(level_rank, late=place))
 

@@ -36,6 +36,8 @@ from megatron_lite.analysis.time.step_windows import find_computing_stream
 from megatron_lite.analysis.time.time_results import Placing
 from megatron_lite.analysis.trace.columns import Numbered, Trace
 
+MAX_GRAPH_EVENTS = 4_000_000  # of all ranks' traces: a graph of more takes longer, and more memory, than reading them
+
 
 def build_graph(ranks: Sequence[tuple[Trace, Placing]]) -> Graph:
     """Build the graph of the ranks of one run.

@@ -5,14 +5,14 @@ long as the one before: a queue that fills or empties in the measured window has
 or without a device, whose host runs ahead of nothing, is replayed once.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lite.analysis.graph.graph import ActivityKind, Boundary, Graph
+from megatron_lite.analysis.graph.graph import ActivityKind, Graph
+from megatron_lite.analysis.graph.reduced_window import NEVER, ReducedWindow
 from megatron_lite.analysis.intervals import Flags, Integers
 
 MAX_PASSES = 12
@@ -20,8 +20,6 @@ SETTLED = 0.001  # of a pass, by which the next one may differ
 MAX_CONTRADICTED = 0.05  # of the edges: with more the graph is not that of these steps
 MAX_OFF = 0.02  # of the measured steps, by which an unchanged replay may differ
 MAX_UNEXPLAINED = 0.05  # of the step, on the critical path
-NEVER = -(1 << 62)  # ns, the end of what is not known
-MAX_NEVER = NEVER // 2  # such an end with a lag
 
 
 @dataclass(frozen=True)
@@ -100,36 +98,36 @@ def replay(graph: Graph, window: StepWindow | None = None) -> Replay | None:
     window = window or find_window(graph)
     if window is None:
         return None
-    tables = _Tables(graph, window)
+    passes = _Passes(graph, window)
+    step_ns = passes.settle()
     start_ns = graph.activities.start_ns.copy()
     end_ns = graph.activities.end_ns.copy()
-    nothing = np.full(len(graph.activities), -1, np.int32)
-    found = _Pass(start_ns, end_ns, nothing)
-    before_ns = _find_measured_starts(graph, window)
-    pass_ns = np.zeros(len(graph.boundaries))
-    passes = 0
-    for number in range(MAX_PASSES if window.repeats else 1):
-        found = tables.run(found, is_first=number == 0)
-        passes += 1
-        ends_ns = _find_ends(graph.boundaries, window, found)
-        lengths_ns = ends_ns - before_ns
-        before_ns = ends_ns
-        changed_ns = np.abs(lengths_ns - pass_ns)
-        is_settled = changed_ns.max() <= SETTLED * lengths_ns.max()
-        pass_ns = lengths_ns
-        if is_settled and number:
-            break
-    step_ns = max(float(pass_ns.mean()) / window.steps, graph.floor_ns) + graph.beside_ns
+    binding = np.full(len(graph.activities), -1, np.int64)
+    ends_ns = passes.find_all_ends()
+    end_ns[window.places] = ends_ns[: len(window.places)]
+    start_ns[window.places] = end_ns[window.places] - graph.activities.work_ns[window.places]
+    binding[window.places] = passes.reduced.find_binding(ends_ns)
     return Replay(
         graph=graph,
         window=window,
         step_ns=step_ns,
-        passes=passes,
-        start_ns=found.start_ns,
-        end_ns=found.end_ns,
-        binding=found.binding,
-        stand_in=tables.list_stand_ins(),
+        passes=passes.number,
+        start_ns=start_ns,
+        end_ns=end_ns,
+        binding=binding,
+        stand_in=passes.list_stand_ins(),
     )
+
+
+def measure_step(graph: Graph, window: StepWindow | None = None) -> float:
+    """Measure a replayed step, ns, without the times of single activities; 0 where there is none.
+
+    Args:
+        graph: the measured steps, or these after edits.
+        window: which steps; None: those of find_window.
+    """
+    window = window or find_window(graph)
+    return 0.0 if window is None else _Passes(graph, window).settle()
 
 
 def _find_measured_starts(graph: Graph, window: StepWindow) -> NDArray[np.float64]:
@@ -142,28 +140,8 @@ def _find_measured_starts(graph: Graph, window: StepWindow) -> NDArray[np.float6
     return np.array(starts)
 
 
-def _find_ends(
-    boundaries: Sequence[Boundary],
-    window: StepWindow,
-    found: "_Pass",
-) -> NDArray[np.float64]:
-    """When the window ends on each rank."""
-    last = [boundary.ends[window.last] for boundary in boundaries]
-    ends_ns = found.end_ns[np.array(last)]
-    return np.array(ends_ns, np.float64)
-
-
-@dataclass(frozen=True)
-class _Pass:
-    """Times of all activities after a pass."""
-
-    start_ns: Integers
-    end_ns: Integers
-    binding: Integers
-
-
-class _Tables:
-    """A window's activities and edges as lists, which a loop of Python reads faster than arrays.
+class _Passes:
+    """Passes through a window, each from where the one before it ended.
 
     Args:
         graph: the graph.
@@ -177,117 +155,79 @@ class _Tables:
     ):
         self.graph = graph
         self.window = window
-        activities = graph.activities
-        edges = graph.edges
-        place_in = np.full(len(activities) + 1, -1, np.int64)
-        place_in[window.places] = np.arange(len(window.places))
-        is_inner = place_in[edges.target] >= 0
-        self.edge_numbers = np.flatnonzero(is_inner)
-        source = edges.source[self.edge_numbers].astype(np.int64)
-        target = place_in[edges.target[self.edge_numbers]]
-        all_places = np.arange(len(window.places) + 1)
-        self.first_edge = np.searchsorted(target, all_places).tolist()
-        self.lag = edges.lag_ns[self.edge_numbers].tolist()
-        # sources outside of the window stand behind the activities in it
-        self.outer = np.unique(source[place_in[source] < 0])
-        place_of_outer = np.full(len(activities), -1, np.int64)
-        behind = np.arange(len(self.outer)) + len(window.places)
-        place_of_outer[self.outer] = behind
-        inner = place_in[source]
-        place = np.where(inner >= 0, inner, place_of_outer[source])
-        self.source = place.tolist()
-        self.work = activities.work_ns[window.places].tolist()
-        self.delay = activities.delay_ns[window.places].tolist()
+        self.reduced = ReducedWindow(graph, window.places)
+        self.number = 0
+        self._outer_ns = graph.activities.end_ns[self.reduced.outer]
+        self._root_ends_ns: Integers = np.empty(0, np.int64)
+        last = [boundary.ends[window.last] for boundary in graph.boundaries]
+        self._last_places = np.searchsorted(window.places, last)
 
-    def run(
-        self,
-        before: _Pass,
-        is_first: bool,
-    ) -> _Pass:
-        """Run through the window once.
+    def settle(self) -> float:
+        """Repeat the window until a pass takes as long as the one before it, and return the step, ns."""
+        starts_ns = _find_measured_starts(self.graph, self.window)
+        before_ns = starts_ns
+        pass_ns = np.zeros(len(starts_ns))
+        for number in range(MAX_PASSES if self.window.repeats else 1):
+            shift_ns = 0
+            if number:
+                # an activity that waits for nothing known begins when it did, a pass later each time
+                shift_ns = int((before_ns - starts_ns).max())
+                self._outer_ns = self._find_repeated_ends()
+            self._run(shift_ns)
+            ends_ns = self.reduced.find_ends(self._root_ends_ns, self._last_places).astype(np.float64)
+            lengths_ns = ends_ns - before_ns
+            before_ns = ends_ns
+            changed_ns = np.abs(lengths_ns - pass_ns)
+            is_settled = changed_ns.max() <= SETTLED * lengths_ns.max()
+            pass_ns = lengths_ns
+            if is_settled and number:
+                break
+        step_ns = max(float(pass_ns.mean()) / self.window.steps, self.graph.floor_ns)
+        return step_ns + self.graph.beside_ns
 
-        Args:
-            before: the pass before it, or the measured times.
-            is_first: nothing was replayed before.
-        """
-        outer = self.outer if is_first else self._repeated
-        outer_ns = np.where(outer >= 0, before.end_ns[outer], NEVER)
-        # an activity that waits for nothing known begins when it did, a pass later each time
-        shift_ns = 0 if is_first else self._shift_ns(before)
-        fixed_ns = self.graph.activities.start_ns[self.window.places] + shift_ns
-        starts, ends, bindings = self._loop(outer_ns.tolist(), fixed_ns.tolist())
-        start_ns = before.start_ns.copy()
-        end_ns = before.end_ns.copy()
-        binding = before.binding.copy()
-        start_ns[self.window.places] = starts
-        end_ns[self.window.places] = ends
-        numbers = np.append(self.edge_numbers, -1)
-        chosen = np.array(bindings, np.int64)
-        binding[self.window.places] = numbers[chosen]
-        return _Pass(start_ns, end_ns, binding)
+    def _run(self, shift_ns: int) -> None:
+        """Run through the window once. shift_ns: how much later it begins than it was measured."""
+        self.number += 1
+        activities = self.graph.activities
+        roots = self.window.places[self.reduced.roots]
+        fixed_ns = activities.start_ns[roots] + activities.work_ns[roots] + shift_ns
+        self._root_ends_ns = self.reduced.compute(self._outer_ns, fixed_ns)
 
-    def _loop(
-        self,
-        outer: list[int],
-        fixed: list[int],
-    ) -> tuple[list[int], list[int], list[int]]:
-        """Compute starts, ends and binding edges (-1: none) of the window's activities, one after the other.
+    def _find_repeated_ends(self) -> Integers:
+        """When the stand-ins of the sources outside of the window ended; NEVER where there are none."""
+        is_known = self._repeated >= 0
+        number = np.where(is_known, self._repeated, self.window.places[0])
+        place = np.searchsorted(self.window.places, number)
+        ends_ns = self.reduced.find_ends(self._root_ends_ns, place)
+        return np.where(is_known, ends_ns, NEVER)
 
-        Args:
-            outer: ends of the sources outside of the window.
-            fixed: by activity, when it begins if it waits for nothing known.
-        """
-        count = len(fixed)
-        ends = [0] * count + outer
-        starts = [0] * count
-        bindings = [-1] * count
-        first_edge = self.first_edge
-        source = self.source
-        lag = self.lag
-        edge = 0
-        for place in range(count):
-            last_edge = first_edge[place + 1]
-            ready = NEVER
-            while edge < last_edge:
-                moment = ends[source[edge]] + lag[edge]
-                if moment > ready:
-                    ready = moment
-                    bindings[place] = edge
-                edge += 1
-            start = ready + self.delay[place]
-            if ready <= MAX_NEVER:
-                start = fixed[place]
-            starts[place] = start
-            ends[place] = start + self.work[place]
-        return starts, ends[:count], bindings
-
-    def _shift_ns(self, before: _Pass) -> int:
-        """Compute by how much the window's end has moved since it was measured, on the rank that ends last."""
-        boundaries = self.graph.boundaries
-        measured_ns = _find_measured_starts(self.graph, self.window)
-        return int((_find_ends(boundaries, self.window, before) - measured_ns).max())
+    def find_all_ends(self) -> Integers:
+        """When all activities of the window ended in the last pass, and behind them the sources outside."""
+        every = np.arange(len(self.window.places) + len(self.reduced.outer))
+        return self.reduced.find_ends(self._root_ends_ns, every)
 
     def list_stand_ins(self) -> Integers:
         """List by activity what stands for it in the pass before: int64 [n]; -1: nothing does."""
         found = np.full(len(self.graph.activities), -1, np.int64)
         if self.window.repeats:
-            found[self.outer] = self._repeated
+            found[self.reduced.outer] = self._repeated
         return found
 
     @cached_property
     def _repeated(self) -> Integers:
         """Stand-ins of the sources outside of the window, in the pass before: the q-th last activity of a lane before
         the window is the q-th last of the lane in it; -1: none."""
+        outer = self.reduced.outer
         lane = self.graph.activities.lane
-        found = np.full(len(self.outer), -1, np.int64)
-        for one in np.unique(lane[self.outer]).tolist():
-            here = np.flatnonzero(lane[self.outer] == one)
-            on_lane = np.flatnonzero(lane == one)
-            inside = on_lane[np.isin(on_lane, self.window.places)]
+        lane_inside = lane[self.window.places]
+        found = np.full(len(outer), -1, np.int64)
+        for one in np.unique(lane[outer]).tolist():
+            here = np.flatnonzero(lane[outer] == one)
+            inside = self.window.places[lane_inside == one]
             if not len(inside):
                 continue
-            earlier = on_lane[on_lane < inside[0]]
-            place = np.searchsorted(earlier, self.outer[here])
+            earlier = np.flatnonzero(lane[: inside[0]] == one)
+            place = np.searchsorted(earlier, outer[here])
             from_end = len(earlier) - place
             is_known = (from_end >= 1) & (from_end <= len(inside))
             at = np.where(is_known, len(inside) - from_end, 0)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_lite.analysis.graph.graph import Graph
-from megatron_lite.analysis.graph.replay import replay
+from megatron_lite.analysis.graph.replay import measure_step
 
 MIN_SHARE_SAVED = 0.005  # of the measured step: what saves less is left out
 
@@ -76,5 +76,4 @@ def measure_gains(graph: Graph, edits: Sequence[NamedEdit]) -> OrderedGains:
 
 def _replay_ms(graph: Graph) -> float:
     """The step of a replay, ms; 0 where there is none."""
-    found = replay(graph)
-    return found.step_ns / 1e6 if found is not None else 0.0
+    return measure_step(graph) / 1e6

@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_lite.analysis.gains import MAX_GRAPH_EVENTS
-from megatron_lite.analysis.graph.build import build_graph
+from megatron_lite.analysis.graph.build import MAX_GRAPH_EVENTS, build_graph
 from megatron_lite.analysis.graph.graph import ActivityKind, Graph
 from megatron_lite.analysis.graph.replay import CriticalPath, check_replay, describe_kind, find_critical_path, replay
 from megatron_lite.analysis.intervals import Numbers, union
