@@ -72,6 +72,20 @@ class _Finding(TypedDict):
     cost_ms: float | None
 
 
+class _Change(TypedDict):
+    """A remedy in report.json's order of remedies, in milliseconds per step."""
+
+    change: str
+    ms: float
+    step_ms: float
+
+
+class _Gains(TypedDict):
+    """Gains of all remedies together, in report.json."""
+
+    order: list[_Change]
+
+
 class _Verdict(TypedDict):
     """The verdict in report.json."""
 
@@ -85,6 +99,7 @@ class _Report(TypedDict):
     critical_rank: int | None
     ranks_seen: list[_Rank]
     findings: list[_Finding]
+    gains: _Gains | None
     verdict: _Verdict
 
 
@@ -96,6 +111,7 @@ class ReportSummary:
     findings: list[str]  # most costly first
     numbers: dict[str, float]
     files: tuple[Path, ...]  # the page first
+    changes: tuple[str, ...] = ()  # the first to make first
 
     @classmethod
     def read(cls, run_dir: Path) -> "ReportSummary":
@@ -116,11 +132,16 @@ class ReportSummary:
             cost_ms = one["cost_ms"]
             cost = "" if cost_ms is None else f": {cost_ms:,.2f} ms per step"
             findings.append(f"{one['title']}{cost}")
+        changes = []
+        for change in report["gains"]["order"] if report["gains"] else []:
+            after = f"saves {change['ms']:,.2f} ms per step, which then takes {change['step_ms']:,.2f} ms"
+            changes.append(f"{change['change']}: {after}")
         return cls(
             verdict=report["verdict"]["sentence"],
             findings=findings,
             numbers={f"report/{name}": float(value) for name, value in numbers.items() if value is not None},
             files=(run_dir / REPORT_PAGE, run_dir / REPORT_FILE),
+            changes=tuple(changes),
         )
 
 
@@ -154,7 +175,9 @@ class TensorBoard:
         """Show the report as a text."""
         numbers = "".join(f"| {name} | {significant(value, 4)} |\n" for name, value in report.numbers.items())
         findings = "".join(f"- {text}\n" for text in report.findings)
-        self._writer.add_text("report/verdict", f"{report.verdict}\n\n{findings}\n| | |\n| --- | ---: |\n{numbers}")
+        changes = "".join(f"{number}. {text}\n" for number, text in enumerate(report.changes, 1))
+        table = f"| | |\n| --- | ---: |\n{numbers}"
+        self._writer.add_text("report/verdict", f"{report.verdict}\n\n{findings}\n{changes}\n{table}")
 
 
 class _WandbSummary(Protocol):

@@ -52,6 +52,36 @@ def test_the_order_is_verdict_step_findings_tables():
     assert places == sorted(places)
 
 
+def test_changes_stand_in_their_order_with_the_step_after_each():
+    report = cases.report()
+    [table] = [section.blocks[0] for section in build_sections(report, False) if section.key == "gains"]
+    assert [row[2] for row in table.rows] == [change.code for change in report.gains.order]
+    step_ms = report.gains.step_ms
+    for row in table.rows:
+        step_ms -= float(row[-2])
+        assert float(row[-1]) == pytest.approx(step_ms, abs=0.1)
+    assert " ".join(report.verdict.next_steps.split()) in " ".join(text(report).split())
+
+
+def test_where_nothing_is_claimed_a_line_says_why():
+    why_not = "the clocks differ"
+    report = cases.report()
+    unclaimed = dataclasses.replace(report, gains=dataclasses.replace(report.gains, order=(), why_not=why_not))
+    assert why_not in text(unclaimed) and "gains" not in {section.key for section in build_sections(unclaimed, False)}
+
+
+def test_a_finding_says_whether_its_gain_is_a_bound():
+    assert wording("report/at-most", "2.000") in text_of_gain(2.0, is_bound=True)
+    assert wording("report/by-itself", "2.000") in text_of_gain(2.0, is_bound=False)
+    assert wording("report/nothing-by-itself") in text_of_gain(0.001, is_bound=False)
+
+
+def text_of_gain(gain_ms: float, is_bound: bool) -> str:
+    report = cases.report()
+    first = dataclasses.replace(report.findings[0], gain_ms=gain_ms, gain_is_bound=is_bound)
+    return " ".join(text(dataclasses.replace(report, findings=(first,))).split())
+
+
 def test_rows_of_a_step_sum_to_it():
     table = next(section for section in build_sections(cases.report(), False) if section.key == "step").blocks[0]
     *rows, total = [float(row[1]) for row in table.rows]

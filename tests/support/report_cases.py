@@ -9,6 +9,7 @@ import numpy as np
 from megatron_lite.analysis.findings.base import Evidence, Finding
 from megatron_lite.analysis.findings.checks import answer_checks
 from megatron_lite.analysis.findings.rules import judge
+from megatron_lite.analysis.gains import describe_next_steps
 from megatron_lite.analysis.kernels.kernel_results import (
     KernelRow,
     OperatorRow,
@@ -32,7 +33,7 @@ from megatron_lite.analysis.memory.memory_results import (
 )
 from megatron_lite.analysis.rank_facts import RankFacts
 from megatron_lite.analysis.ranks.rank_results import CollectiveRow, GroupRow, RankComparison, RankRow, Straggler
-from megatron_lite.analysis.report import Report
+from megatron_lite.analysis.report import Gains, OrderedChange, Report
 from megatron_lite.analysis.run.run_results import Run, Steps
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.time.time_results import HostSite, PhaseTime, Placing, RankTime, Span, Step, SyncSite
@@ -208,6 +209,12 @@ def findings(name="sync-in-step") -> tuple[Finding, ...]:
     return (first, *(dataclasses.replace(first, code=f"cause-{at}", cost_ms=5.0 / (at + 1)) for at in range(6)), memory)
 
 
+def gains_of(name="cause-1") -> Gains:
+    """Of a step of 100 ms: the first finding's remedy, and one more."""
+    first = OrderedChange(name, f"take the Python work out of {name}", 4.5, 4.5, 95.5)
+    return Gains(100.0, (first, OrderedChange("cause-2", "load with 2 workers", 0.0, 5.25, 90.25)), "low", (name,))
+
+
 def report(device: str | None = "NVIDIA H100 80GB HBM3", name: str | None = None, **facts) -> Report:
     """Every part filled in; `name` stands wherever a foreign string can; `facts` replaces parts of Facts."""
     on_gpu = device is not None
@@ -228,4 +235,6 @@ def report(device: str | None = "NVIDIA H100 80GB HBM3", name: str | None = None
     title = name or "run-1: 2 ranks, NVIDIA H100, GPT 24 x 1024"
     looks = judge(whole).looks
     answered = answer_checks(whole, found, looks)
-    return Report(("run-1",), title, build_verdict(whole, found), found, whole, 0.42, looks, answered)
+    gains = gains_of(**foreign) if found else None
+    verdict = dataclasses.replace(build_verdict(whole, found), next_steps=describe_next_steps(gains))
+    return Report(("run-1",), title, verdict, found, whole, 0.42, looks, answered, gains)

@@ -116,6 +116,8 @@ def test_what_trackers_get_of_a_report(tmp_path):
     (tmp_path / "report.json").write_text(json_text(report()))
     summary = trackers.ReportSummary.read(tmp_path)
     assert summary.verdict == report().verdict.sentence and len(summary.findings) == len(report().findings) > 0
+    gains = report().gains
+    assert len(summary.changes) == (len(gains.order) if gains else 0)
     rows = report().facts.critical.time.rows
     assert {name: summary.numbers[f"report/{name}_ms"] for name in rows} == rows
     assert summary.numbers["report/profiled_step_ms"] == pytest.approx(sum(rows.values()))

@@ -76,12 +76,12 @@ def gains_section(report: Report, everything: bool) -> Section | None:
         return Section("gains", "What to change first", "", [Lines(texts)])
     write = partial(milliseconds, largest=gains.step_ms)
     shown, hidden = limit_rows(gains.order, MAX_CHANGES, everything)
-    rows = [["", "as measured", "", "", "", write(gains.step_ms)]]
+    rows = []
     for number, one in enumerate(shown, 1):
         change = report.facts.in_words(one.change)
         rows.append([str(number), change, one.code, write(one.alone_ms), write(one.ms), write(one.step_ms)])
     table = Table(rows, "rllrrr", ["", "change", "finding", "alone", "saves", "a step"], hidden=hidden)
-    subtitle = "ms per step, by replaying it; each change on top of those before it"
+    subtitle = f"ms per step of {write(gains.step_ms)}, by replay; each change on top of those before it"
     return Section("gains", "What to change first", subtitle, [table, Lines(texts, quiet=True)])
 
 
