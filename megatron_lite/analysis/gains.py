@@ -109,7 +109,7 @@ def _put_gain(found: Finding, measured: OrderedGains, scale: float) -> Finding:
         measured: what was replayed, by code.
         scale: ms of the report by ms of the replay.
     """
-    if found.edit is None:
+    if found.edit is None or found.code not in measured.alone_ms:
         return found
     return replace(found, gain_ms=measured.alone_ms[found.code] * scale, gain_is_bound=False)
 

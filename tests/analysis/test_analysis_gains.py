@@ -7,12 +7,16 @@ import pytest
 from support.finding_cases import CASES
 from support.paths import SHARED
 from support.trace_maker import MadeTrace, write
+from support.training_maker import gpu
 
 from megatron_lite.analysis import gains
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.gains import describe_next_steps, find_gains
 from megatron_lite.analysis.graph.build import build_graph
+from megatron_lite.analysis.graph.edits.change import scale_work
+from megatron_lite.analysis.graph.graph import ActivityKind
 from megatron_lite.analysis.graph.replay import check_replay, replay
+from megatron_lite.analysis.graph.sequence import NamedEdit, measure_gains
 from megatron_lite.analysis.report import Report
 
 PUBLIC = SHARED / "traces" / "v100_resnet50_loader_workers0"
@@ -121,6 +125,43 @@ def test_without_a_change_no_graph_is_built(tmp_path):
     report = analyze([tmp_path])
     assert report.findings and not any(finding.edit for finding in report.findings)
     assert report.gains is None
+
+
+def test_layers_move_between_stages_whose_ranks_were_all_traced(tmp_path):
+    CASES["unbalanced-stages"][0](tmp_path)
+    for rank in range(4):
+        gpu(tmp_path, rank, 4)
+    report = analyze([tmp_path])
+    [finding] = [one for one in report.findings if one.code == "unbalanced-stages"]
+    graph = build_graph([(one.trace, one.placing) for one in report.facts.graph_ranks])
+    before = replay(graph)
+    after = replay(finding.edit.apply(graph))
+    assert after.step_ns != before.step_ns
+
+
+def test_saving_in_each_step_is_left_out(tmp_path):
+    made = MadeTrace()
+    for number in range(5):
+        at = number * 1000.0
+        made.step(number, at, at + 995)
+        made.annotation("forward", at + 1, at + 658)
+        made.op("aten::mm", at + 5, at + 40)
+        made.kernel("sgemm_a", at + 50, at + 650, at + 10)
+        made.sync(at + 45, at + 651)
+        made.annotation("save", at + 660, at + 960)
+    report = report_on(tmp_path, made)
+    [finding] = [one for one in report.findings if one.code == "save-in-step"]
+    graph = build_graph([(one.trace, one.placing) for one in report.facts.graph_ranks])
+    assert replay(finding.edit.apply(graph)).step_ns == pytest.approx(700_000, rel=0.02)
+
+
+def test_a_change_that_finds_nothing_to_change_keeps_its_bound(tmp_path):
+    report = report_on(tmp_path, make_loading_and_syncing())
+    graph = build_graph([(one.trace, one.placing) for one in report.facts.graph_ranks])
+    same = NamedEdit("same", lambda one: one)
+    faster = NamedEdit("faster", lambda one: scale_work(one, one.find_kind(ActivityKind.KERNEL), 0.5))
+    measured = measure_gains(graph, [same, faster])
+    assert set(measured.alone_ms) == {"faster"}
 
 
 def test_a_graph_of_nothing_has_no_steps():

@@ -653,12 +653,15 @@ HALVED = [2.0**16 / 2**k for k in range(40)]
 
 # codes whose made cause has a remedy that a change of the graph stands for
 EDITED = {
+    "all-reduce-tail",
     "below-roofline",
     "fp32-products",
     "launch-bound",
     "log-stalls",
+    "needless-recompute",
     "no-overlap",
     "reduce-every-micro-batch",
+    "small-buckets",
     "starved-loader",
     "straggler",
     "sync-in-step",

@@ -24,6 +24,7 @@ from megatron_lite.analysis.findings.base import (
 )
 from megatron_lite.analysis.gpu_clocks import describe_kept_clock, describe_slow_gpu
 from megatron_lite.analysis.graph.edits.accumulation import sum_gradients_once
+from megatron_lite.analysis.graph.edits.buckets import resize_buckets
 from megatron_lite.analysis.graph.edits.links import change_link
 from megatron_lite.analysis.graph.edits.overlap import overlap_collectives
 from megatron_lite.analysis.graph.edits.straggler import level_rank
@@ -152,6 +153,7 @@ def find_all_reduce_tail(facts: Facts, one: RankFacts) -> Finding | Observation:
         *doubts,
         flags=remedy.flags,
         certain=not doubts,
+        edit=remedy.edit,
     )
 
 
@@ -165,9 +167,12 @@ def _advise_on_tail(facts: Facts) -> Remedy:
     """Choose what shortens the reduction that is left after backward, of what this run would take."""
     ways: list[str] = []
     flags: list[str] = []
+    edit = None
     if not _has_no_buckets(facts):
         bucket = facts.settings.ddp_bucket_size or DEFAULT_BUCKET
-        flag = f"--ddp-bucket-size {max(1, bucket // 4)}"
+        smaller = max(1, bucket // 4)
+        flag = f"--ddp-bucket-size {smaller}"
+        edit = Edit("sum gradients in smaller buckets", partial(resize_buckets, bucket_bytes=FP32_BYTES * smaller))
         flags.append(flag)
         ways.append(f"smaller buckets ({flag})")
     takes_it = not facts.has_plan or facts.plan.precision == "bf16"
@@ -179,7 +184,7 @@ def _advise_on_tail(facts: Facts) -> Remedy:
         flags.append(LESS_OFTEN)
         last_way += f" (a larger {LESS_OFTEN})"
     advice = f"{', '.join(ways)} or {last_way}" if ways else last_way
-    return Remedy(advice, tuple(flags))
+    return Remedy(advice, tuple(flags), edit)
 
 
 LARGER_UNITS = Remedy("shard larger units: one fully_shard (FSDP's wrapping policy) around several layers")
@@ -263,7 +268,11 @@ SMALL_MESSAGE_BYTES = 2**20  # latency is about that of moving a megabyte, on NV
 MAX_SMALL_REDUCTIONS = 16  # per step: the loss, the norm and a few flags are fewer
 FP32_BYTES = 4
 BUCKET_FLAG = f"--ddp-bucket-size {DEFAULT_BUCKET}"
-LARGER_BUCKETS = Remedy(f"larger buckets: {BUCKET_FLAG}", (BUCKET_FLAG,))
+IN_LARGER_BUCKETS = Edit(
+    "sum gradients in larger buckets",
+    partial(resize_buckets, bucket_bytes=FP32_BYTES * DEFAULT_BUCKET),
+)
+LARGER_BUCKETS = Remedy(f"larger buckets: {BUCKET_FLAG}", (BUCKET_FLAG,), IN_LARGER_BUCKETS)
 
 
 @rule("small-buckets", "many small collectives", "collectives", needs="trace")
@@ -299,7 +308,15 @@ def find_small_buckets(facts: Facts, one: RankFacts) -> Finding | Observation:
     text = f"{number} per step of {size(median_bytes)} (median); not overlapped with compute: {one.of_step(cost_ms)}"
     remedy = _advise_shards(facts) if _has_no_buckets(facts) else LARGER_BUCKETS
     return find_lost_time(
-        one, cost_ms, text, remedy.advice, row=small[0], flags=remedy.flags, certain=False, cheap=True
+        one,
+        cost_ms,
+        text,
+        remedy.advice,
+        row=small[0],
+        flags=remedy.flags,
+        certain=False,
+        cheap=True,
+        edit=remedy.edit,
     )
 
 
@@ -483,7 +500,7 @@ def find_straggler(facts: Facts) -> Finding | Observation:
 
 
 def _level_late_rank(facts: Facts, found: Straggler) -> Edit | None:
-    """Build the edit of a late rank at the others' pace; None where no traces of it and of others show that it is late."""
+    """Build the edit of a late rank at the others' pace; None where no traces of it and of others show it late."""
     place = facts.find_graph_place(found.rank)
     is_traced = place is not None and len(facts.graph_ranks) > 1
     if place is None or not is_traced or found.share_last is None:

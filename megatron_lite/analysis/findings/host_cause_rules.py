@@ -3,8 +3,10 @@ clipping."""
 
 import re
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from megatron_lite.analysis.findings.base import (
+    Edit,
     Evidence,
     Finding,
     Observation,
@@ -20,6 +22,7 @@ from megatron_lite.analysis.findings.base import (
 )
 from megatron_lite.analysis.findings.machine_rules import measure_recompilation
 from megatron_lite.analysis.findings.update_rules import find_save_and_eval
+from megatron_lite.analysis.graph.edits.left_out import leave_out_phases
 from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.analysis.rank_facts import MATTERS, RankFacts, in_ms
 from megatron_lite.analysis.run_facts import Facts
@@ -28,7 +31,7 @@ from megatron_lite.analysis.time.sites import CUSTOM_FUNCTION
 from megatron_lite.analysis.time.time_results import NamedWork, SyncSite
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.formats.file_names import RUN_FILE
-from megatron_lite.phases import Phase
+from megatron_lite.phases import NOT_TRAINING, Phase
 from megatron_lite.units import counted, significant
 
 MAX_HOST_SITES = 4  # shown of a finding: the host is held up in many places, of which each takes little
@@ -211,6 +214,8 @@ def find_save_in_step(facts: Facts, one: RankFacts) -> Finding | Observation:
         cost += sum(phase.device_ms for phase in phases)
     text = f"saving and evaluating ({_join_once(names)}) takes {one.of_step(cost)}"
     is_in_some = 0 < steps_with_it < steps and not phases
+    # what only some steps do, the steps of the graph may not
+    rarely = Edit("save and evaluate in rare steps", partial(leave_out_phases, phases=NOT_TRAINING))
     return find_lost_time(
         one,
         cost,
@@ -219,6 +224,7 @@ def find_save_in_step(facts: Facts, one: RankFacts) -> Finding | Observation:
         *describe_works(one, works),
         flags=LESS_SAVING.flags,
         title="saving or evaluating in some steps" if is_in_some else "",
+        edit=rarely if phases else None,
     )
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from megatron_lite.analysis.findings.base import (
     MAX_SHOWN,
+    Edit,
     Evidence,
     Finding,
     Observation,
@@ -26,6 +27,9 @@ from megatron_lite.analysis.findings.needless_rules import find_recomputed
 from megatron_lite.analysis.findings.product_rules import SIXTEEN_BITS
 from megatron_lite.analysis.findings.reserved_rules import EXPANDABLE_SEGMENTS, MIN_UNUSED_BYTES
 from megatron_lite.analysis.findings.settings import WITHOUT
+from megatron_lite.analysis.graph.edits.recomputation import drop_recomputation
+from megatron_lite.analysis.graph.edits.recomputation import find_recomputed as find_computed_again
+from megatron_lite.analysis.graph.graph import Graph
 from megatron_lite.analysis.memory.memory_results import GROWS_WITH_BATCH, OUTSIDE, OutOfMemory, Snapshot
 from megatron_lite.analysis.rank_facts import MATTERS, RankFacts, in_ms
 from megatron_lite.analysis.run.run_results import Run
@@ -286,6 +290,14 @@ def find_attention_memory(facts: Facts, most: Snapshot) -> Finding | Observation
 
 
 SELECTIVE = "--recompute-granularity selective"
+
+
+def _keep_activations(graph: Graph) -> Graph:
+    """Leave out what backward computes of forward once more; where a trace does not show it, the graph stays."""
+    return drop_recomputation(graph) if find_computed_again(graph).any() else graph
+
+
+KEEP_ACTIVATIONS = Edit("keep activations instead of recomputing them", _keep_activations)
 NEEDLESS = f"{WITHOUT}--recompute-granularity full --recompute-method --recompute-num-layers"
 MIN_GAIN = 0.40  # of the peak, that it must save to be worth a second forward
 MIN_STORED_LAYERS = 4  # with fewer, the one being recomputed is most of it
@@ -491,7 +503,7 @@ def find_needless_recompute(facts: Facts) -> Finding | Observation:
         return saw(*seen)
     # the other two without the first would stop the run
     advice = f"run {NEEDLESS}, or with {SELECTIVE} in their place"
-    return build_time_finding(cost_ms, seen, advice, (NEEDLESS, SELECTIVE), certain=False)
+    return build_time_finding(cost_ms, seen, advice, (NEEDLESS, SELECTIVE), certain=False, edit=KEEP_ACTIVATIONS)
 
 
 def _has_run_out(facts: Facts) -> bool:
@@ -591,4 +603,5 @@ def _find_recomputation_in_trace(facts: Facts) -> Finding | Observation:
         held,
         row=int(rows[0]),
         certain=False,
+        edit=KEEP_ACTIVATIONS,
     )

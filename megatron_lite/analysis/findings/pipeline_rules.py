@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from statistics import median_low
 
 from megatron_lite.analysis.findings.base import (
+    Edit,
     Evidence,
     Finding,
     Observation,
@@ -14,6 +16,7 @@ from megatron_lite.analysis.findings.base import (
     rule,
     saw,
 )
+from megatron_lite.analysis.graph.edits.stages import move_layers
 from megatron_lite.analysis.rank_facts import MATTERS, in_ms
 from megatron_lite.analysis.run.pipeline_times import measure_own_times
 from megatron_lite.analysis.run.run_results import Run
@@ -162,7 +165,15 @@ def find_unbalanced_stages(facts: Facts, run: Run) -> Finding | Observation:
     if doubt:
         evidence.append(Evidence(doubt))
     remedy = cause.remedy
-    return build_time_finding(cause.cost_ms, evidence, remedy.advice, remedy.flags, certain=not doubt, rank=first_rank)
+    return build_time_finding(
+        cause.cost_ms,
+        evidence,
+        remedy.advice,
+        remedy.flags,
+        certain=not doubt,
+        rank=first_rank,
+        edit=_move_in_graph(facts, run, times, cause),
+    )
 
 
 def _excludes_ends(settings: Settings) -> bool:
@@ -210,6 +221,7 @@ class _Cause:
     cost_ms: float  # per step
     evidence: Evidence
     remedy: Remedy
+    layers: tuple[int, ...] = ()  # by stage, where moving them helps
 
 
 def _matters(cost_ms: float, step_ms: float, without_core: tuple[int, float | None] | None) -> bool:
@@ -239,7 +251,29 @@ def _propose_layers(times: StageLoads, excludes_ends: bool) -> _Cause | None:
     numbers = ", ".join(map(str, better))
     moved = Evidence(f"with {numbers} layers the slowest would take {in_ms(faster_ms)}")
     advice = f"move layers from stage {slowest + 1}: {' '.join(flags) or 'as many in each stage'}"
-    return _Cause(times.own_ms[slowest] - faster_ms, moved, Remedy(advice, tuple(flags)))
+    return _Cause(times.own_ms[slowest] - faster_ms, moved, Remedy(advice, tuple(flags)), tuple(better))
+
+
+def _move_in_graph(
+    facts: Facts,
+    run: Run,
+    times: StageLoads,
+    cause: _Cause,
+) -> Edit | None:
+    """Build the edit of stages with other layers; None where none are moved, or not all ranks have a trace.
+
+    Args:
+        facts: The run.
+        run: The record of the run.
+        times: What each stage computes.
+        cause: Why one takes longer.
+    """
+    ranks = [one.time.rank for one in facts.graph_ranks]
+    if not cause.layers or ranks != list(range(len(run.stages))):
+        return None
+    layers = [times.layers[stage] for stage in run.stages]
+    wanted = [cause.layers[stage] for stage in run.stages]
+    return Edit("move layers between stages", partial(move_layers, layers=layers, wanted=wanted))
 
 
 def _suspect_place(times: StageLoads, rank: int) -> _Cause | None:

@@ -23,7 +23,7 @@ from megatron_lite.analysis.findings.base import (
 )
 from megatron_lite.analysis.findings.settings import WITHOUT
 from megatron_lite.analysis.graph.edits.change import scale_work
-from megatron_lite.analysis.graph.edits.fusion import fuse_operators
+from megatron_lite.analysis.graph.edits.fusion import fuse_operators, fuse_update
 from megatron_lite.analysis.graph.edits.left_out import leave_out_phases
 from megatron_lite.analysis.graph.graph import ActivityKind, Graph
 from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts, in_ms
@@ -87,10 +87,12 @@ def find_unfused_optimizer(facts: Facts, one: RankFacts) -> Finding | Observatio
 def _fuse_update(graph: Graph) -> Graph:
     """Let the update call each operator once per step, and read and write its tensors in one pass."""
     phases = [phase for phase in graph.phases if OPTIMIZER_PHASE.search(phase)]
+    on_device = any(boundary.on_device for boundary in graph.boundaries)
+    fuse = fuse_operators if on_device else fuse_update
     for phase in phases:
-        graph = fuse_operators(graph, phase)
-    moving = graph.find_phase(*phases) & graph.find_kind(ActivityKind.OPERATOR, ActivityKind.KERNEL)
-    return scale_work(graph, moving, FUSED_PASSES / SINGLE_PASSES)
+        graph = fuse(graph, phase)
+    kernels = graph.find_phase(*phases) & graph.find_kind(ActivityKind.KERNEL)
+    return scale_work(graph, kernels, FUSED_PASSES / SINGLE_PASSES) if kernels.any() else graph
 
 
 def _measure_update(one: RankFacts) -> float:

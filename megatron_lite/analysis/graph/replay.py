@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from megatron_lite.analysis.graph.graph import ActivityKind, Graph
 from megatron_lite.analysis.graph.reduced_window import NEVER, ReducedWindow
-from megatron_lite.analysis.intervals import Flags, Integers
+from megatron_lite.analysis.intervals import Integers
 
 MAX_PASSES = 12
 SETTLED = 0.001  # of a pass, by which the next one may differ
@@ -339,29 +339,39 @@ def find_critical_path(found: Replay) -> CriticalPath:
     """
     graph = found.graph
     window = found.window
+    own_of, source_of = _find_steps_back(found)
     last = [boundary.ends[window.last] for boundary in graph.boundaries]
     place = max(last, key=lambda one: found.end_ns[one])
-    is_inside: Flags = np.zeros(len(graph.activities), bool)
-    is_inside[window.places] = True
     places = []
     own_ns = []
     left_ns = int((found.step_ns - graph.beside_ns) * window.steps)
     while place >= 0 and left_ns > 0:
-        edge = int(found.binding[place])
-        began_ns = int(found.start_ns[place])
-        source = -1
-        if edge >= 0:
-            source = int(graph.edges.source[edge])
-            began_ns -= int(graph.activities.delay_ns[place])
-            began_ns -= int(graph.edges.lag_ns[edge])
-        own = min(int(found.end_ns[place]) - began_ns, left_ns)
+        own = min(int(own_of[place]), left_ns)
         left_ns -= own
         places.append(place)
         own_ns.append(own)
-        place = source
-        if source >= 0 and not is_inside[source]:
-            place = int(found.stand_in[source])
+        place = int(source_of[place])
     return CriticalPath(graph, window.steps, np.array(places), np.array(own_ns))
+
+
+def _find_steps_back(found: Replay) -> tuple[Integers, Integers]:
+    """Find how long each activity holds up what waits for it, and what it waited for itself.
+
+    Returns:
+        int64 [n], ns: its work and, where it waited, its delay and the lag before it; int64 [n]: what it waited for
+        last, in the pass before where that was measured before the window, -1 for nothing.
+    """
+    graph = found.graph
+    has_waited = found.binding >= 0
+    # the last entry is for what waited for nothing
+    source = np.append(graph.edges.source, -1)[found.binding]
+    lag_ns = np.append(graph.edges.lag_ns, 0)[found.binding]
+    waited_ns = np.where(has_waited, graph.activities.delay_ns + lag_ns, 0)
+    own_ns = found.end_ns - found.start_ns + waited_ns
+    is_inside = np.zeros(len(graph.activities), bool)
+    is_inside[found.window.places] = True
+    before = np.where(is_inside[source], source, found.stand_in[source])
+    return own_ns, np.where(has_waited, before, -1)
 
 
 def list_path_parts(path: CriticalPath) -> tuple[PathPart, ...]:

@@ -32,7 +32,8 @@ class OrderedGains:
     """Gains of edits, each by itself and in their order."""
 
     before_ms: float  # a step without any edit, as a replay takes it
-    alone_ms: Mapping[str, float]  # by the edit's name; 0 for one that makes no step shorter
+    # by the edit's name; 0 for one that makes no step shorter; without those that leave the graph as it is
+    alone_ms: Mapping[str, float]
     order: tuple[Gain, ...]
 
 
@@ -56,9 +57,12 @@ def measure_gains(graph: Graph, edits: Sequence[NamedEdit]) -> OrderedGains:
     alone_ms: dict[str, float] = {}
     order: list[Gain] = []
     before_ms = measured_ms
-    left = list(edits)
+    made = [(edit, edit.apply(graph)) for edit in edits]
+    # an edit that finds nothing to change says nothing of its remedy
+    made = [(edit, one) for edit, one in made if one is not graph]
+    left = [edit for edit, _ in made]
+    changed = [one for _, one in made]
     while left:
-        changed = [edit.apply(graph) for edit in left]
         steps_ms = [_replay_ms(one) for one in changed]
         if not order:
             # nothing is changed yet: this round is each edit alone
@@ -71,6 +75,7 @@ def measure_gains(graph: Graph, edits: Sequence[NamedEdit]) -> OrderedGains:
         graph = changed[best]
         before_ms = steps_ms[best]
         order.append(Gain(edit.name, alone_ms[edit.name], gain_ms, before_ms))
+        changed = [one.apply(graph) for one in left]
     return OrderedGains(measured_ms, alone_ms, tuple(order))
 
 

@@ -1,9 +1,11 @@
 """A reduced window against a plain pass over all of its activities, on random graphs."""
 
+from dataclasses import fields
+
 import numpy as np
 import pytest
 
-from megatron_lite.analysis.graph.graph import Activities, ActivityKind, EdgeKind, Edges, Graph, Lane
+from megatron_lite.analysis.graph.graph import Activities, EdgeKind, Edges, Graph, Lane
 from megatron_lite.analysis.graph.reduced_window import NEVER, ReducedWindow
 
 HOSTS, STREAMS = 2, 2
@@ -29,18 +31,10 @@ def make_random_graph(seed: int) -> Graph:
             edges.append((host, number, EdgeKind.HANDOVER))
         last[mine] = number
     source, target, kind = (np.array(column) for column in zip(*edges))
-    activities = Activities(
-        kind=np.where(lane < HOSTS, ActivityKind.OPERATOR, ActivityKind.KERNEL).astype(np.uint8),
-        lane=lane.astype(np.int32),
-        step=np.zeros(COUNT, np.int32),
-        phase=np.full(COUNT, -1, np.int32),
-        name=np.full(COUNT, -1, np.int32),
-        row=np.full(COUNT, -1),
-        start_ns=np.arange(COUNT) * 10,
-        end_ns=np.arange(COUNT) * 10 + 5,
-        work_ns=draw.integers(0, 50, COUNT),
-        delay_ns=draw.integers(0, 3, COUNT),
-    )
+    columns = {field.name: np.zeros(COUNT, np.int64) for field in fields(Activities)}
+    columns |= {"lane": lane, "start_ns": np.arange(COUNT) * 10, "end_ns": np.arange(COUNT) * 10 + 5}
+    columns |= {"work_ns": draw.integers(0, 50, COUNT), "delay_ns": draw.integers(0, 3, COUNT)}
+    activities = Activities(**columns)
     made = Edges(
         source.astype(np.int32), target.astype(np.int32), kind.astype(np.uint8), draw.integers(0, 9, len(edges))
     )
