@@ -1,6 +1,6 @@
 """Makes the changes whose gain a dependency graph predicts, and shows predicted beside measured.
 
-    python -m benchmarks.graph_pairs make FOLDER --round N [--pair PATTERN]
+    python -m benchmarks.graph_pairs make FOLDER --round N [--pair PATTERN] [--beside-others]
     python -m benchmarks.graph_pairs show FOLDER [--pair PATTERN] [--path] [--held-back]
 
 The protocol, written before the first measurement and not changed since:
@@ -19,6 +19,8 @@ The protocol, written before the first measurement and not changed since:
   longer than others, is read from the lines of A's steps.jsonl before step 25. Shown are medians over rounds, and their difference in percent of the step before.
 - A sign is wrong where the measured change is more than 2% of the step and the prediction is on the other side of zero.
 - A graph that claims nothing is named; its pair counts as off.
+- Where the machine was not silent for long enough, runs were kept with --beside-others; their rows say so, and by how
+  much others disturbed them.
 - Held back: three pairs of HELD_BACK. No edit was changed after their predictions had been looked at.
 """
 
@@ -50,6 +52,10 @@ RECORDED = (11, 19)  # the first step, and the one behind the last
 FIRST_TIMED = 25
 BLOCK = 8  # steps
 MAX_OTHERS = 0.1  # cores that other programs take beside a run
+SILENT_SECONDS = 2
+PATIENT_SECONDS = 120
+BRIEF_SECONDS = 8
+OTHERS_FILE = "others.txt"  # cores that other programs took beside a run
 MIN_CHANGE = 0.02  # of the step: less has no sign
 
 
@@ -62,12 +68,14 @@ class Round:
         predicted: Change by the graph, as a share of the step before.
         measured: The same, measured.
         why_not: Why the graph claims nothing; "": it does.
+        others: Cores that other programs took beside a run, of the more disturbed one.
     """
 
     before_ms: float
     predicted: float
     measured: float
     why_not: str
+    others: float
 
 
 def main() -> None:
@@ -78,12 +86,13 @@ def main() -> None:
     parser.add_argument("--round", type=int, default=1)
     parser.add_argument("--pair", default="", metavar="PATTERN")
     parser.add_argument("--path", action="store_true", help="list what the critical path is made of")
+    parser.add_argument("--beside-others", action="store_true", help="keep runs beside other programs, and name them")
     parser.add_argument("--held-back", action="store_true", help="show these pairs, too")
     given = parser.parse_args()
     pairs = [pair for pair in PAIRS if is_chosen(pair, given)]
     if given.action == "make":
         for pair in pairs:
-            make_round(pair, given.folder / f"round{given.round}")
+            make_round(pair, given.folder / f"round{given.round}", given.beside_others)
         return
     print(
         f"{'change':46} {'before ms':>9} {'predicted':>9} {'measured':>9} {'off':>6}   measured and predicted by round"
@@ -103,13 +112,19 @@ def is_chosen(pair: Pair, given: argparse.Namespace) -> bool:
 # --- runs
 
 
-def make_round(pair: Pair, folder: Path) -> None:
-    """Run a pair before and after its change; what has been run is not run again."""
+def make_round(pair: Pair, folder: Path, keeps: bool) -> None:
+    """Run a pair before and after its change; what has been run is not run again.
+
+    Args:
+        pair: The change.
+        folder: Of the round.
+        keeps: Runs beside other programs are kept, and named.
+    """
     for side, run in (("before", pair.before), ("after", pair.after)):
         place = folder / pair.folder / side
         if (place / "steps.jsonl").exists():
             continue
-        wait_for_silence()
+        wait_for_silence(BRIEF_SECONDS if keeps else PATIENT_SECONDS)
         place.mkdir(parents=True, exist_ok=True)
         began = time.perf_counter()
         busy_before = measure_busy()
@@ -117,22 +132,25 @@ def make_round(pair: Pair, folder: Path) -> None:
         start(run, place)
         seconds = time.perf_counter() - began
         others = (measure_busy() - busy_before - measure_own() + own_before) / seconds
-        is_alone = others <= MAX_OTHERS
+        is_alone = others <= MAX_OTHERS or keeps
         mark = "" if is_alone else "   thrown away"
         print(
             f"{pair.name:54} {side:6} {measure_step(place):8,.1f} ms   {seconds:5.1f} s   others {others:5.2f} cores{mark}",
             flush=True,
         )
+        (place / OTHERS_FILE).write_text(f"{others:.2f}", encoding="utf-8")
         if not is_alone:
             shutil.rmtree(place)
 
 
-def wait_for_silence() -> None:
-    """Wait until other programs take little of the cores, for half a minute at most."""
-    for _ in range(30):
+def wait_for_silence(seconds: int) -> None:
+    """Wait until other programs have taken little of the cores for two seconds, for so many seconds at most."""
+    silent = 0
+    for _ in range(seconds):
         before = measure_busy()
         time.sleep(1)
-        if measure_busy() - before <= MAX_OTHERS:
+        silent = silent + 1 if measure_busy() - before <= MAX_OTHERS else 0
+        if silent >= SILENT_SECONDS:
             return
 
 
@@ -170,6 +188,12 @@ def start(run: Run, place: Path) -> None:
         done = subprocess.run(command, check=False, env=environ, stdout=output, stderr=output)
     if done.returncode:
         raise RuntimeError((place / "output.txt").read_text(encoding="utf-8")[-3000:])
+
+
+def read_others(place: Path) -> float:
+    """Read how many cores other programs took beside a run; 0 of one that was kept because they took none."""
+    file = place / OTHERS_FILE
+    return float(file.read_text(encoding="utf-8")) if file.exists() else 0.0
 
 
 def read_steps(place: Path) -> dict[int, StepRecord]:
@@ -224,6 +248,7 @@ def read_rounds(pair: Pair, folder: Path, with_path: bool) -> Iterator[Round]:
             predicted=changed.step_ns / unchanged.step_ns - 1,
             measured=measure_step(after) / before_ms - 1,
             why_not=check_replay(build_graph(ranks)).why_not,
+            others=max(read_others(before), read_others(after)),
         )
 
 
@@ -239,6 +264,9 @@ def show(pair: Pair, rounds: list[Round]) -> None:
         f"{pair.name:46} {before_ms:9,.1f} {predicted:+9.1%} {measured:+9.1%} {predicted - measured:+6.1%}   {each}{sign}",
         flush=True,
     )
+    others = max(one.others for one in rounds)
+    if others > MAX_OTHERS:
+        print(f"    beside other programs, which took up to {others:.1f} cores")
     for one in rounds:
         if one.why_not:
             print(f"    a round claims nothing: {one.why_not}")

@@ -69,13 +69,14 @@ def trim_unawaited_ends(
     is_steady = any(step.steady for step in placing.steps)
     if len(trace.device_rows) or not len(calls) or not is_steady:
         return trace, calls, asked_ns
+    is_known = met_ns >= calls.start_ns
     begins_ns = np.maximum(calls.start_ns, met_ns)
     lengths_ns = calls.end_ns - begins_ns
     is_awaited = _find_awaited(trace, placing, calls)
     kinds = np.array([what.kind for what in calls.whats])
     ends_ns = calls.end_ns.copy()
     for kind in POINT_TO_POINT:
-        is_kind = (kinds == kind) & (lengths_ns > 0)
+        is_kind = (kinds == kind) & is_known & (lengths_ns > 0)
         early = np.flatnonzero(is_kind & ~is_awaited)
         if not len(early):
             continue

@@ -100,8 +100,9 @@ class RankInput:
         if self.on_gpu:
             return np.empty(0, np.int64)
         events = self.trace.events
-        callers = np.unique(events.thread[self._handing_over])
+        callers = np.append(events.thread[self._handing_over], self.placing.main_thread)
         threads = events.thread[self.calls.rows]
+        # sends and receives are recorded on the thread that calls them
         return np.setdiff1d(threads, callers).astype(np.int64)
 
     @cached_property

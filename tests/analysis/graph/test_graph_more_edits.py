@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
-from support.graphs import make_graph, step_us
+from support.graphs import make_graph, run, step_us
 from support.trace_maker import GLOO, MadeTrace, cpu_run, gpu_run, place
 
 from megatron_lite.analysis.graph.edits.buckets import (
@@ -13,6 +14,7 @@ from megatron_lite.analysis.graph.edits.buckets import (
     resize_buckets,
     sum_in_backward,
 )
+from megatron_lite.analysis.graph.edits.change import set_work
 from megatron_lite.analysis.graph.edits.compilation import compile_operators
 from megatron_lite.analysis.graph.edits.fusion import fuse_update
 from megatron_lite.analysis.graph.edits.recomputation import drop_recomputation, find_recomputed
@@ -115,7 +117,7 @@ def test_checkpoints_at_other_intervals(tmp_path, every):
     assert step_us(save_every(graph, saving, 12)) == pytest.approx(1050, rel=0.01)
     assert step_us(save_in_thread(graph, waiting, 100_000)) == pytest.approx(1000 + 100 / every, rel=0.01)
     # Python's lock
-    assert step_us(save_in_thread(graph, saving)) == step_us(graph)
+    assert step_us(save_in_thread(graph, saving)) == pytest.approx(1000 + 300 / every, rel=0.01)
 
 
 def test_a_thread_saves_no_faster_than_it_can_write(tmp_path):
@@ -333,3 +335,45 @@ def test_an_update_in_one_pass(tmp_path):
     graph = make_graph(tmp_path, made)
     assert step_us(fuse_update(graph, "optimizer_step")) == pytest.approx(200 + 800 * 7 / 21, rel=0.01)
     assert fuse_update(graph, "forward") is graph
+
+
+# --- sends and receives
+
+
+def make_stage(rank: int) -> MadeTrace:
+    """Two stages: the first one computes 300 us and sends; the second one posts a receive at once, and asks for it when it
+    has computed 600, to compute 300 more."""
+    group = {"pg_name": "1", "pg_desc": "pipeline", "backend_config": "cpu:gloo", "pg_size": 2, "ranks": [0, 1]}
+    info = {"backend": "gloo", "rank": rank, "world_size": 2, "pg_count": 1, "pg_config": [group]}
+    made = MadeTrace(rank, 2, device=None, distributedInfo=info)
+    for number in range(4):
+        at = number * 1000.0
+        made.step(number, at, at + 1000)
+        made.annotation("forward", at + 1, at + 990)
+        if rank == 0:
+            made.op("aten::mm", at + 2, at + 300)
+            made.annotation("gloo:send", at + 302, at + 950)
+            made.op("aten::mm", at + 305, at + 950)
+        else:
+            # in the first step the host waits for it: it takes 2 us
+            asked = at + 600 if number else at + 100
+            made.op("aten::mm", at + 5, asked)
+            made.annotation("gloo:recv", at + 2, max(asked + 2, at + 304))
+            made.op("aten::mm", at + 604, at + 900)
+        made.annotation("optimizer_step", at + 991, at + 999)
+        made.op("aten::_foreach_add_", at + 992, at + 998)
+    return made
+
+
+def test_what_is_received_was_there_before_the_host_asked(tmp_path):
+    """The second stage's first product takes no time: it goes on when the first stage has sent, at 302 us."""
+    graph = make_graph(tmp_path, make_stage(0), make_stage(1))
+    assert step_us(graph) == pytest.approx(1000, rel=0.01)
+    activities = graph.activities
+    received = np.flatnonzero(graph.find_kind(ActivityKind.TRANSFER) & (graph.rank == 1))
+    assert (activities.work_ns[received] < 310_000).all()
+    first = (activities.end_ns - activities.start_ns == 595_000) & (graph.rank == 1)
+    quick = run(set_work(graph, first, 0))
+    second = np.flatnonzero((activities.end_ns - activities.start_ns == 296_000) & (graph.rank == 1))
+    begins_us = (quick.start_ns[second] - activities.start_ns[second]) / 1e3
+    assert begins_us[1] == pytest.approx(302 - 604, abs=10)

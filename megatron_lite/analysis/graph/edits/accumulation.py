@@ -3,6 +3,7 @@
 import numpy as np
 
 from megatron_lite.analysis.graph.edits.change import drop_delays, drop_edges, find_arrivals, set_work
+from megatron_lite.analysis.graph.edits.cores import give_back_cores
 from megatron_lite.analysis.graph.graph import ActivityKind, EdgeKind, Graph
 from megatron_lite.analysis.intervals import Integers
 from megatron_lite.phases import Phase
@@ -21,6 +22,7 @@ def sum_gradients_once(graph: Graph, micro_batches: int) -> Graph:
     """
     sums = _find_early_sums(graph, micro_batches)
     parts = np.union1d(sums, find_arrivals(graph, sums))
+    graph = give_back_cores(graph, sums)
     graph = drop_delays(set_work(graph, parts, 0), parts)
     meetings = graph.find_edges(EdgeKind.MEETING)
     is_early = np.isin(graph.edges.target[meetings], sums)

@@ -18,6 +18,7 @@ from megatron_lite.analysis.trace.columns import Trace
 from megatron_lite.formats.step_records import StepRecord
 from megatron_lite.phases import Phase
 
+LOCKED_SHARE = 0.5  # the middle of what is possible
 MIN_SAVES = 2  # fewer do not tell the interval
 
 
@@ -138,15 +139,16 @@ def save_in_thread(
 ) -> Graph:
     """Let a thread write checkpoints, from a copy, while the steps go on.
 
-    A checkpoint is written before the next one begins. What it computes is Python for the most part, whose lock the
-    steps wait for: it still stops them, and so does the copy.
+    A checkpoint is written before the next one begins. Of what it computes, the steps wait for the part that holds
+    Python's lock, which is not recorded: something between nothing and all of it. Half of it still stops them, and so
+    does the copy.
 
     Args:
         graph: a graph with its checkpoints (`add_saving`).
         saving: how the run saves.
         copy_ns: for how long the copy stops the steps.
     """
-    stop_ns = max(copy_ns, saving.computing_ns)
+    stop_ns = copy_ns + LOCKED_SHARE * saving.computing_ns
     kept = min(stop_ns / max(saving.stop_ns, 1.0), 1.0)
     return raise_floor(_scale_saving(graph, saving, kept), saving.stop_ns / saving.every)
 
