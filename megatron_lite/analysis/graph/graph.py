@@ -73,7 +73,6 @@ class Activities:
     delay_ns: Integers  # int64 [n], between the end of what it waited for and its start, without a known reason
     again_ns: Integers  # int64 [n], the part of it that computes forward once more, measured
     num_bytes: Integers  # int64 [n], of a collective's transfer; -1: none, or not known
-    num_events: Integers  # int64 [n], operators that the profiler recorded in it, on the host
 
     def __len__(self) -> int:
         return len(self.start_ns)

@@ -152,26 +152,10 @@ def _add_lane(
         name=found.name,
         row=found.row,
         again_ns=recomputing.within(start_ns, end_ns),
-        num_events=_count_operators(one, thread, start_ns, end_ns),
     )
     base_ns = _find_own_part(waits, is_mine, start_ns[1:], end_ns[:-1])
     parts.chain(number, EdgeKind.THREAD, base_ns)
     return HostLane(start_ns, end_ns, number)
-
-
-def _count_operators(
-    one: RankInput,
-    thread: int,
-    start_ns: Integers,
-    end_ns: Integers,
-) -> Integers:
-    """Count the operators of a thread, those within others included, that begin in each stretch of time."""
-    trace = one.trace
-    operators = trace.on_thread(trace.rows[Kind.OP], thread)
-    begins_ns = trace.events.start_ns[operators]
-    until_end = np.searchsorted(begins_ns, end_ns)
-    until_start = np.searchsorted(begins_ns, start_ns)
-    return until_end - until_start
 
 
 def _find_own_part(

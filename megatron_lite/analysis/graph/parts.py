@@ -10,7 +10,7 @@ from megatron_lite.analysis.graph.graph import Activities, EdgeKind, Edges, Lane
 from megatron_lite.analysis.intervals import Flags, Integers
 
 ALL_NS = np.iinfo(np.int64).max  # an edge whose lag is all that lies between its ends
-_COLUMNS = ("kind", "lane", "step", "phase", "name", "row", "start_ns", "end_ns", "again_ns", "num_bytes", "num_events")
+_COLUMNS = ("kind", "lane", "step", "phase", "name", "row", "start_ns", "end_ns", "again_ns", "num_bytes")
 _EDGE_COLUMNS = ("source", "target", "kind", "base_ns")
 
 
@@ -46,7 +46,6 @@ class Parts:
         row: ArrayLike = -1,
         again_ns: ArrayLike = 0,
         num_bytes: ArrayLike = -1,
-        num_events: ArrayLike = 0,
     ) -> Integers:
         """Add activities of a lane, in its order.
 
@@ -61,14 +60,13 @@ class Parts:
             row: row of the rank's trace; -1 for none.
             again_ns: the part that computes forward once more.
             num_bytes: size of a collective; -1 for none.
-            num_events: operators that were recorded in it.
 
         Returns:
             Their numbers: int64 [k].
         """
         given = {"kind": kind, "lane": lane, "step": step, "phase": phase, "name": name, "row": row}
         given |= {"start_ns": start_ns, "end_ns": end_ns}
-        given |= {"again_ns": again_ns, "num_bytes": num_bytes, "num_events": num_events}
+        given |= {"again_ns": again_ns, "num_bytes": num_bytes}
         count = len(start_ns)
         for column in _COLUMNS:
             whole = np.asarray(given[column], np.int64)
@@ -226,7 +224,6 @@ def _build_activities(columns: dict[str, Integers], edges: Edges) -> Activities:
         delay_ns=np.where(has_reason, start_ns - ready_ns, 0),
         again_ns=columns["again_ns"],
         num_bytes=columns["num_bytes"],
-        num_events=columns["num_events"],
     )
 
 

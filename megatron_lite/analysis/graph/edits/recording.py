@@ -1,60 +1,63 @@
 """Steps without the profiler, whose work for each operator makes recorded ones longer."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from megatron_lite.analysis.graph.edits.change import set_work
+from megatron_lite.analysis.graph.edits.change import measure_most_per_step, scale_work
 from megatron_lite.analysis.graph.graph import ON_HOST, Graph
-from megatron_lite.analysis.graph.replay import find_window
 from megatron_lite.formats.step_records import StepRecord
 from megatron_lite.phases import NOT_TRAINING
 
-MIN_STEPS_OF_EITHER = 3  # of either kind; fewer say nothing
-MAX_NS_PER_EVENT = 5000.0  # more is no work of the profiler's
+MIN_STEPS_OF_EITHER = 3  # fewer say nothing
 FIRST_STEPS = 4  # which warm up
+MIN_WORK_KEPT = 0.1  # of a phase: the profiler does not take all of it
 
 
-def measure_recording(steps: Sequence[StepRecord]) -> float:
-    """Measure by how many ns recorded steps are longer than others, by the lines of steps.jsonl; 0 where few tell.
+def measure_recording(steps: Sequence[StepRecord]) -> dict[str, float]:
+    """Measure by how many ns each phase of recorded steps is longer than that of others, by the lines of steps.jsonl.
 
     Steps that save, evaluate, compile or stand beside the recorded ones are left out, and so are the first four.
 
     Args:
         steps: lines of one rank, in order.
+
+    Returns:
+        By phase; empty where too few steps tell.
     """
-    plain: list[float] = []
-    recorded: list[float] = []
+    plain: list[StepRecord] = []
+    recorded: list[StepRecord] = []
     for step in steps:
         is_other = step.compiling or step.beside_profile or step.step <= FIRST_STEPS
         if is_other or any(step.phases_ms.get(name) for name in NOT_TRAINING):
             continue
-        lengths_ms = recorded if step.profiled else plain
-        lengths_ms.append(step.ms)
+        chosen = recorded if step.profiled else plain
+        chosen.append(step)
     if min(len(plain), len(recorded)) < MIN_STEPS_OF_EITHER:
-        return 0.0
-    longer_ms = float(np.median(recorded) - np.median(plain))
-    return max(longer_ms, 0.0) * 1e6
+        return {}
+    found = {}
+    for phase in recorded[0].phases_ms:
+        longer_ms = _measure_phase(recorded, phase) - _measure_phase(plain, phase)
+        found[phase] = max(longer_ms, 0.0) * 1e6
+    return found
 
 
-def leave_out_recording(graph: Graph, recording_ns: float) -> Graph:
-    """Take off what the profiler does: as much for each operator that it recorded on the host.
+def _measure_phase(steps: Sequence[StepRecord], phase: str) -> float:
+    """The median time of a phase, ms."""
+    lengths_ms = [step.phases_ms.get(phase, 0.0) for step in steps]
+    return float(np.median(lengths_ms))
+
+
+def leave_out_recording(graph: Graph, recording_ns: Mapping[str, float]) -> Graph:
+    """Take off what the profiler does: of each phase the same share of all that the host does in it.
 
     Args:
         graph: the graph.
-        recording_ns: by how much it makes a step longer, of the rank that records most operators.
+        recording_ns: by phase, how much longer it makes a step, of the rank whose host does most in it.
     """
-    window = find_window(graph)
-    hosts = np.flatnonzero(graph.find_kind(*ON_HOST))
-    if window is None or not len(hosts):
-        return graph
-    activities = graph.activities
-    inside = np.intersect1d(window.places, hosts)
-    per_rank = np.bincount(graph.rank[inside], activities.num_events[inside])
-    most = per_rank.max(initial=0) / window.steps
-    if not most:
-        return graph
-    each_ns = min(recording_ns / most, MAX_NS_PER_EVENT)
-    recorded_ns = activities.num_events[hosts] * each_ns
-    works_ns = activities.work_ns[hosts] - recorded_ns
-    return set_work(graph, hosts, np.rint(works_ns))
+    for phase, longer_ns in recording_ns.items():
+        chosen = graph.find_kind(*ON_HOST) & graph.find_phase(phase)
+        most_ns = measure_most_per_step(graph, chosen)
+        kept = max(1 - longer_ns / max(most_ns, 1.0), MIN_WORK_KEPT)
+        graph = scale_work(graph, chosen, kept)
+    return graph
