@@ -158,7 +158,8 @@ def _list_doubts(
     if absent and not doubts:
         doubts.append(f"{absent}: how long others wait for them is not known")
     if verdict.confidence == "low":
-        doubts.append(verdict.why)
+        # its reasons stand beside it
+        doubts.append("the verdict's confidence is low")
     codes = {one.code for one in order}
     likely = [found.code for found in edited if found.code in codes and not found.certain]
     if likely:
