@@ -25,6 +25,7 @@ SECONDS_TO_END_RUN = 10.0
 OUTPUT_FILE = "output.txt"
 MAX_SHOWN_OUTPUT_BYTES = 2**16  # that is read of its end
 ERROR_WORDS = ("error:", "Error:", "Error ")
+OF_LAUNCHER = "ChildFailedError"  # torchrun's own line, which says that a rank failed
 OWN_FOLDERS = ("--save", "--tensorboard-dir")  # a short run writes nothing into the user's
 # what a short run of the trainer does without
 LEFT_OUT_FLAGS = (
@@ -184,5 +185,6 @@ def _read_error(output: Path) -> str:
         file.seek(max(0, output.stat().st_size - MAX_SHOWN_OUTPUT_BYTES))
         text = file.read().decode("utf-8", "replace")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if any(word in line for word in ERROR_WORDS)]
+    named = [line for line in lines if any(word in line for word in ERROR_WORDS)]
+    errors = [line for line in named if OF_LAUNCHER not in line]
     return (errors or lines or ["it said nothing"])[-1]

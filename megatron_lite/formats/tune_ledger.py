@@ -20,8 +20,20 @@ class KnobSetting(msgspec.Struct, frozen=True, kw_only=True):
     # "" for a flag that takes none; null: the variant runs without it
     value: str | None
 
+    def __str__(self) -> str:
+        if self.value is None:
+            return f"without {self.name}"
+        if self.kind == "flag":
+            return f"{self.name} {self.value}".strip()
+        return f"{self.name}={self.value}"
+
 
 Settings: TypeAlias = tuple[KnobSetting, ...]
+
+
+def describe_settings(settings: Settings) -> str:
+    """Write settings for a reader: "--num-workers 4, OMP_NUM_THREADS=2, without --log-params-norm"."""
+    return ", ".join(map(str, settings))
 
 
 class SeenFinding(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +43,8 @@ class SeenFinding(msgspec.Struct, frozen=True, kw_only=True):
     title: str
     # per step; null for a cost that is not known
     cost_ms: float | None = None
+    # that its remedy saves of a step by a replay of the measured steps, else at most; null where nothing says it
+    gain_ms: float | None = None
     # what each of its remedies sets, of this trainer and of the environment
     remedies: tuple[Settings, ...] = ()
 
@@ -97,6 +111,8 @@ class TuneTrial(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag
     # what the change sets, and all settings that it was tried with
     change: Settings
     settings: Settings
+    # that the finding said the remedy would save of a step, at most; null where it did not
+    expected_ms: float | None = None
     # medians; null where a run failed
     before_ms: float | None = None
     after_ms: float | None = None

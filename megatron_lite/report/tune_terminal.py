@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 
-from megatron_lite.formats.tune_ledger import KnobSetting, TuneOutcome, TuneTrial
+from megatron_lite.formats.tune_ledger import Settings, TuneOutcome, TuneTrial
 from megatron_lite.report.section import Section, Table, section_lines
 from megatron_lite.report.text import Style, milliseconds, wrapped
 from megatron_lite.units import counted, duration
 
-HEAD = ("", "finding", "change", "before ms", "after ms", "noise ms", "loss apart", "result")
+# ms per step; losses: the largest relative difference
+HEAD = ("", "finding", "change", "before", "after", "noise", "losses", "result")
 
 
 def tune_lines(trials: Sequence[TuneTrial], outcome: TuneOutcome, style: Style) -> list[str]:
@@ -21,7 +22,7 @@ def tune_lines(trials: Sequence[TuneTrial], outcome: TuneOutcome, style: Style) 
     lines = wrapped(style.bold(judge_tuning(outcome)), "")
     if trials:
         table = Table([_write_row(trial) for trial in trials], "rllrrrrl", HEAD)
-        took = f"{counted(len(trials), 'change')}, runs took {duration(outcome.wall_s)}"
+        took = f"{counted(len(trials), 'change')}, ms per step; runs took {duration(outcome.wall_s)}"
         lines += ["", *section_lines(Section("tried", "What was tried", took, [table]), style)]
         for trial in trials:
             if trial.reason:
@@ -43,7 +44,7 @@ def _write_row(trial: TuneTrial) -> tuple[str, ...]:
     return (
         str(trial.number),
         trial.code,
-        ", ".join(map(_write_setting, trial.change)),
+        _shorten(trial.change),
         milliseconds(trial.before_ms),
         milliseconds(trial.after_ms),
         milliseconds(trial.noise_ms),
@@ -52,10 +53,7 @@ def _write_row(trial: TuneTrial) -> tuple[str, ...]:
     )
 
 
-def _write_setting(setting: KnobSetting) -> str:
-    """Write a setting as a row has it."""
-    if setting.value is None:
-        return f"without {setting.name}"
-    if setting.kind == "flag":
-        return f"{setting.name} {setting.value}".strip()
-    return f"{setting.name}={setting.value}"
+def _shorten(change: Settings) -> str:
+    """Write a change as a row has it: of several settings the first, and how many there are beside it."""
+    first, *others = change
+    return f"{first} and {len(others)} more" if others else str(first)

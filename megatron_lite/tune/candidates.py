@@ -19,6 +19,7 @@ class ProposedChange:
     code: str  # the finding that names it
     change: Settings
     losses: LossEffect
+    expected_ms: float | None = None  # that the finding says it saves of a step, at most
 
 
 def list_candidates(
@@ -37,12 +38,14 @@ def list_candidates(
             if finding.code in knob.answers:
                 for setting in knob.list_settings():
                     if not _is_set(setting, command, kept):
-                        yield ProposedChange(finding.code, (setting,), knob.losses)
+                        yield ProposedChange(finding.code, (setting,), knob.losses, finding.gain_ms)
         for remedy in finding.remedies:
-            yield from _apply_table(finding.code, remedy, command, kept)
+            yield from _apply_table(finding, remedy, command, kept)
 
 
-def _apply_table(code: str, remedy: Settings, command: TunedCommand, kept: Settings) -> Iterator[ProposedChange]:
+def _apply_table(
+    finding: SeenFinding, remedy: Settings, command: TunedCommand, kept: Settings
+) -> Iterator[ProposedChange]:
     """Make a change of a remedy, where the table has all that it sets."""
     table = read_trainer_knobs()
     change: list[KnobSetting] = []
@@ -59,7 +62,7 @@ def _apply_table(code: str, remedy: Settings, command: TunedCommand, kept: Setti
         if knob.losses is LossEffect.ROUNDING:
             losses = LossEffect.ROUNDING
     if change:
-        yield ProposedChange(code, tuple(change), losses)
+        yield ProposedChange(finding.code, tuple(change), losses, finding.gain_ms)
 
 
 def _choose(knob: TrainerKnob, setting: KnobSetting, now: str | None) -> KnobSetting | None:

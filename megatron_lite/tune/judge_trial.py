@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 
 from megatron_lite.analysis.compare.compare_results import Change, Pair
 from megatron_lite.analysis.compare.settings import paired_samples
@@ -12,6 +12,7 @@ from megatron_lite.tune.knobs import LossEffect
 
 # of a step's loss between runs of the same command: more comes of other data or other first weights, not of sums
 MAX_OWN_DIFFERENCE = 1e-2
+IN_A_ROW = 4  # steps
 
 
 @dataclass(frozen=True)
@@ -57,16 +58,24 @@ def pair_runs(before: Sequence[MeasuredRun], after: Sequence[MeasuredRun]) -> Pa
 
     What else ran on the machine held up both, since they took turns: it is in the noise of the steps.
     """
-    steps_before = [ms for run in before for ms in run.step_ms]
-    steps_after = [ms for run in after for ms in run.step_ms]
+    steps_before = [ms for run in before for ms in average_in_a_row(run)]
+    steps_after = [ms for run in after for ms in average_in_a_row(run)]
     return paired_samples(steps_before, steps_after)
+
+
+def average_in_a_row(run: MeasuredRun) -> list[float]:
+    """Average steps that follow each other, ms: several workers bring several batches at once, so that a single step,
+    and the median of all, may take far less than their mean."""
+    times_ms = run.step_ms
+    return [fmean(times_ms[at : at + IN_A_ROW]) for at in range(0, len(times_ms) - IN_A_ROW + 1, IN_A_ROW)]
 
 
 def is_faster(pair: Pair, before: Sequence[MeasuredRun], after: Sequence[MeasuredRun]) -> bool:
     """Whether steps are shorter by more than the noise, and in every round."""
     if pair.change is not Change.LESS:
         return False
-    return all(median(new.step_ms) < median(old.step_ms) for old, new in zip(before, after, strict=True))
+    medians = [(median(average_in_a_row(old)), median(average_in_a_row(new))) for old, new in zip(before, after)]
+    return all(new_ms < old_ms for old_ms, new_ms in medians)
 
 
 def measure_loss_difference(reference: MeasuredRun, others: Sequence[MeasuredRun]) -> float | None:

@@ -14,7 +14,7 @@ from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.errors import UserError
 from megatron_lite.formats.tune_ledger import KnobSetting, MeasuredRun, SeenFinding
 
-MIN_MEASURED_STEPS = 5  # behind the first one
+MIN_MEASURED_STEPS = 8  # as many as are averaged
 
 
 def read_measured(folder: Path, wanted: MeasuredRun, wall_s: float) -> MeasuredRun:
@@ -60,14 +60,21 @@ def read_step_times(run: Run) -> Numbers:
 
 
 def read_findings(folder: Path) -> tuple[SeenFinding, ...]:
-    """Read the findings of the report on a recorded run, in its order."""
-    return tuple(convert_finding(finding) for finding in analyze([folder]).findings)
+    """Read the findings of the report on a recorded run: first those whose remedy saves most.
+
+    Findings that make the run itself slow in all it does, as other jobs do, have no gain of their own and no flag.
+    """
+    found = analyze([folder]).findings
+    by_gain = sorted(found, key=lambda finding: -(finding.gain_ms or 0.0))
+    return tuple(convert_finding(finding) for finding in by_gain)
 
 
 def convert_finding(finding: Finding) -> SeenFinding:
     """Keep of a finding what tuning reads."""
     remedies = tuple(tuple(_convert(setting) for setting in together) for together in finding.settings)
-    return SeenFinding(code=finding.code, title=finding.title, cost_ms=finding.cost_ms, remedies=remedies)
+    return SeenFinding(
+        code=finding.code, title=finding.title, cost_ms=finding.cost_ms, gain_ms=finding.gain_ms, remedies=remedies
+    )
 
 
 def _convert(setting: Setting) -> KnobSetting:

@@ -12,12 +12,13 @@ from megatron_lite.formats.tune_ledger import (
     TrialResult,
     TuneOutcome,
     TuneTrial,
+    describe_settings,
 )
 from megatron_lite.tune.candidates import ProposedChange, combine, list_candidates
 from megatron_lite.tune.judge_trial import is_faster, judge_runs, pair_runs
 from megatron_lite.tune.knobs import DeclaredKnob
 from megatron_lite.tune.ledger import Ledger
-from megatron_lite.tune.variant import TunedCommand, describe_settings
+from megatron_lite.tune.variant import TunedCommand
 
 RunVariant = Callable[[MeasuredRun], MeasuredRun]  # fills in what it measured of the run that is asked for
 NOTHING_LEFT = "no finding names a further change that may be tried"
@@ -73,7 +74,8 @@ class Tuner:
         self._run = run
         self._tell = tell
         self._used_s = 0.0
-        self._longest_s = 0.0
+        self._timed_s = 0.0
+        self._recorded_s = 0.0
         self._trials: list[TuneTrial] = []
         self._kept: Settings = ()
         self._number_kept = 0
@@ -111,9 +113,9 @@ class Tuner:
         if len(self._trials) >= bounds.trials:
             return f"--trials {bounds.trials} is reached"
         # two variants in each round of the trial and of the end, and a recording between
-        further_s = (4 * bounds.rounds + 1) * self._longest_s
+        further_s = 4 * bounds.rounds * (self._timed_s or self._recorded_s) + self._recorded_s
         if bounds.seconds is not None and self._used_s + further_s > bounds.seconds:
-            return f"--time {bounds.seconds:g} leaves no time for a further trial"
+            return f"--time {bounds.seconds / 60:g} leaves no time for a further trial"
         return ""
 
     def _record(self) -> Sequence[SeenFinding]:
@@ -136,6 +138,7 @@ class Tuner:
             code=candidate.code,
             change=candidate.change,
             settings=settings,
+            expected_ms=candidate.expected_ms,
             before_ms=found.pair.a if found.pair else None,
             after_ms=found.pair.b if found.pair else None,
             noise_ms=found.pair.band if found.pair else None,
@@ -211,7 +214,10 @@ class Tuner:
             if not is_mistake:
                 self._ledger.add_run(run)
         self._used_s += run.wall_s
-        self._longest_s = max(self._longest_s, run.wall_s)
+        if purpose == "record":
+            self._recorded_s = max(self._recorded_s, run.wall_s)
+        else:
+            self._timed_s = max(self._timed_s, run.wall_s)
         return run
 
 

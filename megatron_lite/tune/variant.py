@@ -1,7 +1,7 @@
 """A command, and what other settings make of it."""
 
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megatron_lite.formats.tune_ledger import KnobSetting, Settings
@@ -103,17 +103,11 @@ class TunedCommand:
 
 
 def write_setting(setting: KnobSetting) -> list[str]:
-    """Write a setting as words: of a command for flags and arguments, before it for variables."""
-    if setting.value is None:
-        return ["without", setting.name]
+    """Write a setting that has a value as words: of a command for flags and arguments, before it for variables."""
+    assert setting.value is not None
     if setting.kind == "flag":
         return [setting.name, setting.value] if setting.value else [setting.name]
     return [f"{setting.name}={setting.value}"]
-
-
-def describe_settings(settings: Iterable[KnobSetting]) -> str:
-    """Write settings for a reader: "--num-workers 4, OMP_NUM_THREADS=2"."""
-    return ", ".join(" ".join(write_setting(setting)) for setting in settings)
 
 
 def add_settings(kept: Settings, change: Settings) -> Settings:

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from megatron_lite.formats.tune_ledger import KnobSetting, MeasuredRun, SeenFinding, Settings
-from megatron_lite.tune.variant import TunedCommand, describe_settings
+from megatron_lite.formats.tune_ledger import KnobSetting, MeasuredRun, SeenFinding, Settings, describe_settings
+from megatron_lite.tune.variant import TunedCommand
 
 WORDS = ("python", "pretrain_gpt.py", "--num-workers", "0", "--micro-batch-size", "1", "--log-interval", "1")
 LOSSES = tuple(3.0 - 0.01 * at for at in range(20))
@@ -32,7 +32,7 @@ def script(*words: str, **environment: str) -> TunedCommand:
 
 
 def finding(code: str, *remedies: Settings) -> SeenFinding:
-    return SeenFinding(code=code, title=code, cost_ms=1.0, remedies=remedies)
+    return SeenFinding(code=code, title=code, cost_ms=1.0, gain_ms=1.0, remedies=remedies)
 
 
 class MadeRuns:

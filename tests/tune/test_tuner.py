@@ -99,6 +99,20 @@ def test_losses_that_differ_from_start_to_start_are_no_reason_against_a_change(t
     assert trial.result is TrialResult.KEPT
 
 
+def test_batches_that_come_in_pairs_are_not_taken_for_short_steps(tmp_path):
+    runs = MadeRuns([WORKERS], costs())
+    even = runs.run
+
+    def run_in_pairs(wanted):
+        run = even(wanted)
+        pairs = tuple(4.0 if at % 2 else 1.98 * ms - 4 for at, ms in enumerate(run.step_ms))
+        return msgspec.structs.replace(run, step_ms=pairs) if wanted.settings else run
+
+    runs.run = run_in_pairs
+    [trial], outcome = tune(tmp_path / "ledger", runs)
+    assert trial.after_ms == pytest.approx(99, rel=0.02) and outcome.settings == ()
+
+
 @pytest.mark.parametrize("remedy", ["--lr", "--bf16", "--global-batch-size", "--grad-reduce-in-bf16", "TORCH_LOGS"])
 def test_what_changes_the_training_is_never_tried(tmp_path, remedy):
     setting = flag(remedy, "1") if remedy.startswith("-") else variable(remedy, "1")

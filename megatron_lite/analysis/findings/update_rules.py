@@ -409,7 +409,7 @@ def find_save_and_eval(facts: Facts, run: Run) -> Finding | Observation:
         text = f"saving and evaluating take {in_ms(stalled_ms)} of {in_ms(all_ms)} of all steps"
         return saw(Evidence(text, STEPS_FILE))
     saves_ahead = facts.settings.async_save
-    remedies = {SAVE: SAVE_LESS_OFTEN if saves_ahead else SAVE_AHEAD, EVAL: EVALUATE_LESS}
+    remedies = {SAVE: SAVE_LESS_OFTEN if saves_ahead else SAVE_AHEAD_OR_LESS_OFTEN, EVAL: EVALUATE_LESS}
     chosen = [remedies[name] for name in stalls_ms]
     seen = [_describe_stalls(run, name, times[name], total_ms) for name, total_ms in stalls_ms.items()]
     advice = f"reduce stalls: {' and '.join(remedy.advice for remedy in chosen)}"
@@ -417,7 +417,9 @@ def find_save_and_eval(facts: Facts, run: Run) -> Finding | Observation:
     return build_time_finding(stalled_ms / run.steps, seen, advice, flags)
 
 
-SAVE_AHEAD = Remedy("write in the background (--async-save)", ("--async-save",))
+SAVE_AHEAD_OR_LESS_OFTEN = Remedy(
+    "write in the background (--async-save) or save less often (--save-interval)", ("--async-save", "--save-interval")
+)
 SAVE_LESS_OFTEN = Remedy("save less often (--save-interval)", ("--save-interval",))
 EVALUATE_LESS = Remedy("evaluate less often (--eval-interval) or on less (--eval-iters)", ("--eval-interval",))
 
