@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 TIMED, WARM_UP, RECORDED = 8, 4, 6
 RANK = int(os.environ.get("RANK", "0"))
@@ -49,6 +49,16 @@ class Vectors(Dataset):
             total += part * number
         generator = torch.Generator().manual_seed(number)
         return torch.randn(self.width, generator=generator), number % 16
+
+
+class Stream(IterableDataset):
+    """Batches of an iterator."""
+
+    def __init__(self, batches: Iterator) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator:
+        return self.batches
 
 
 class Program:
@@ -550,6 +560,9 @@ def train(name: str, steps: int, traceml: bool) -> None:
     marks = Marks(traceml)
     program = globals()[name]()
     batches = program.batches()
+    if traceml and not isinstance(program.loader, DataLoader):
+        # TraceML sees the wait for a batch in a DataLoader alone
+        batches = iter(DataLoader(Stream(batches), batch_size=None))
     for number in range(steps):
         batch = next(batches)
         with marks.step(program.model):

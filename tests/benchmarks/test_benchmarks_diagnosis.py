@@ -9,8 +9,10 @@ from support.paths import REPO
 
 sys.path.insert(0, str(REPO))
 
+from benchmarks.diagnosis.__main__ import main
 from benchmarks.diagnosis.claims import LOW, Answer, Claim, read_answer, write_answer
 from benchmarks.diagnosis.made.causes import build_training, measure_share
+from benchmarks.diagnosis.made.rank import MAIN_THREAD
 from benchmarks.diagnosis.manifest import MIN_SHARE, Run, read_classes, read_manifest
 from benchmarks.diagnosis.score import render_classes, render_mistakes, render_tools, score_run, sum_scores
 
@@ -64,6 +66,32 @@ def test_streams_of_made_ranks_run_one_kernel_at_a_time():
         for event in sorted(work, key=lambda one: one["ts"]):
             assert event["ts"] >= ends.get(event["tid"], 0.0)
             ends[event["tid"]] = event["ts"] + event["dur"]
+
+
+def test_nodes_of_backward_have_the_numbers_of_the_forward_operations_they_belong_to():
+    training = build_training("transformer", ["Recomputes"])
+    training.simulate()
+    numbers: dict[str, list[int]] = {"forward": [], "backward": [], "again": []}
+    for event in training.ranks[0].events:
+        number = event.get("args", {}).get("Sequence number")
+        if number is None or event["name"].startswith("autograd::engine"):
+            continue
+        is_forward = not event["args"]["Fwd thread id"]
+        kind = "backward" if not is_forward else "forward" if event["tid"] == MAIN_THREAD else "again"
+        numbers[kind].append(number)
+    layers = training.layers * len(training.step_us)
+    assert len(numbers["backward"]) == len(numbers["forward"]) and len(numbers["again"]) == 10 * layers
+    assert not set(numbers["again"]) & set(numbers["backward"])
+    assert set(numbers["backward"]) == set(numbers["forward"])
+
+
+def test_a_run_is_made_read_and_scored(tmp_path, capsys):
+    only = ["--only", "g31"]
+    assert main(["make", str(tmp_path), *only]) == 0
+    assert main(["run", "report", str(tmp_path), *only]) == 0
+    assert main(["score", str(tmp_path), *only]) == 0
+    assert read_answer(tmp_path / "answers" / "megatron-lite report" / "g31.json").claims
+    assert "| memory-bound-kernels | 1 | 1, 1 of 1 |" in capsys.readouterr().out
 
 
 def test_a_claim_is_right_by_class_by_an_accepted_class_or_by_family_alone():

@@ -419,6 +419,7 @@ class Recomputes(Training):
 
     has_stacks = True
     activation_bytes = 16 << 20
+    due = None  # the layer whose activations are wanted next
 
     def forward_layer(self, rank, index):
         super().forward_layer(rank, index)
@@ -426,18 +427,24 @@ class Recomputes(Training):
             rank.record_memory(self.activation_bytes)
 
     def backward_layer(self, rank, index):
-        with rank.node("NativeLayerNormBackward0"):
-            start = rank.host_us
-            rank.python(2.0)
-            begun = rank.host_us
-            rank.python(2.0)
-            self.forward_layer(rank, index)
-            rank.record("python_function", "torch/utils/checkpoint.py(1521): recompute_fn", begun, rank.host_us)
-            rank.python(2.0)
-            rank.record("python_function", "torch/utils/checkpoint.py(1124): unpack_hook", start, rank.host_us)
-            rank.python(2.0)
+        self.due = index
         super().backward_layer(rank, index)
         rank.record_memory(-self.activation_bytes)
+
+    def unpack(self, rank):
+        if self.due is None:
+            return
+        start = rank.host_us
+        rank.python(2.0)
+        begun = rank.host_us
+        rank.python(2.0)
+        with rank.recording_again():
+            self.forward_layer(rank, self.due)
+        rank.record("python_function", "torch/utils/checkpoint.py(1521): recompute_fn", begun, rank.host_us)
+        rank.python(2.0)
+        rank.record("python_function", "torch/utils/checkpoint.py(1124): unpack_hook", start, rank.host_us)
+        rank.python(2.0)
+        self.due = None
 
 
 class AnomalyMode(Training):

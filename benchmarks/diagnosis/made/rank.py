@@ -170,6 +170,15 @@ class Rank:
         self.check_node()
         self.close(**numbers)
 
+    @contextlib.contextmanager
+    def recording_again(self) -> Iterator[None]:
+        """Record operations for backward inside of backward, whose graph nobody goes through: a recomputation."""
+        kept = list(self.saved)
+        self.grad_mode = True
+        yield
+        self.grad_mode = False
+        self.saved = kept
+
     def synchronize(self, call: str = "cudaStreamSynchronize", stream: int | None = COMPUTE_STREAM) -> None:
         """Let the host wait for a stream, or for all of them."""
         streams = self.free_us.values() if stream is None else [self.free_us.get(stream, 0.0)]
@@ -272,6 +281,26 @@ class Rank:
         elif op == "aten::bmm":
             dims = [[batch, *shape] for shape in dims]
         self.kernel(op, kernel or self.gpu.matmul[dtype], us, dims, [dtype] * len(dims))
+
+    def linear(self, m: int, k: int, n: int, dtype: str) -> None:
+        """Issue a linear layer with a bias."""
+        with self.inside("aten::linear", [[m, k], [n, k], [n]], [dtype] * 3):
+            self.matmul(m, k, n, dtype, "aten::addmm")
+
+    def layer_norm(self, kernel: str, dims: list[int], dtype: str) -> None:
+        """Issue a layer norm."""
+        with self.inside("aten::layer_norm", [dims, [], dims[-1:], dims[-1:]], [dtype, "ScalarList", dtype, dtype]):
+            self.elementwise("aten::native_layer_norm", kernel, dims, dtype)
+
+    @contextlib.contextmanager
+    def inside(self, *names: str | list) -> Iterator[None]:
+        """Be inside of operations: names, the outermost first, then shapes and types of their arguments."""
+        *outer, dims, dtypes = names
+        for name in outer:
+            self.open(str(name), "cpu_op", dims, dtypes)
+        yield
+        for _ in outer:
+            self.close()
 
     def elementwise(self, op: str, kernel: str, dims: Sequence[int], dtype: str, passes: float = 2.0) -> None:
         """Issue a kernel that reads and writes a tensor, `passes` times together."""

@@ -38,11 +38,13 @@ LOSS = "void at::native::(anonymous namespace)::cunn_SoftMaxForward<4, float, fl
 LOSS_BACK = "void at::native::(anonymous namespace)::cunn_SoftMaxBackward<4, float, float, float, at::native::(anonymous namespace)::LogSoftMaxBackwardEpilogue>(float*, float const*, float const*, int)"
 FUSED_ADAM = "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::FusedOptimizerTensorListMetadata<4>, at::native::(anonymous namespace)::FusedAdamMathFunctor<float, 4, (at::native::ADAM_MODE)1, false>, float, double>(at::native::(anonymous namespace)::FusedOptimizerTensorListMetadata<4>)"
 EMBEDDING = "void at::native::(anonymous namespace)::indexSelectLargeIndex<c10::BFloat16, long, unsigned int, 2, 2, -2, true>(at::cuda::detail::TensorInfo<c10::BFloat16, unsigned int>)"
+EMBEDDING_BACK = "void at::native::(anonymous namespace)::compute_grad_weight<c10::BFloat16, long>(long const*, c10::BFloat16 const*, long const*, long, long)"
 CONV = {
     "forward": "sm80_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc_tilesize128x128x64_stage4_warpsize2x2x1_g1_tensor16x8x16_execute_kernel__5x_cudnn",
     "data": "sm80_xmma_dgrad_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc_tilesize128x128x64_stage4_warpsize2x2x1_g1_tensor16x8x16_execute_kernel__5x_cudnn",
     "weight": "sm80_xmma_wgrad_implicit_gemm_indexed_bf16bf16_bf16f32_f32_nhwckrsc_nhwc_tilesize128x128x32_stage4_warpsize2x2x1_g1_tensor16x8x16_execute_kernel__5x_cudnn",
 }
+CONVOLUTIONS = ("aten::conv2d", "aten::convolution", "aten::_convolution")
 NORM_FORWARD = "void cudnn::bn_fw_tr_1C11_kernel_NCHW<__nv_bfloat16, float, int, 512, true, 1, true>(cudnnTensorStruct, __nv_bfloat16 const*)"
 NORM_BACK = "void cudnn::bn_bw_1C11_kernel_new<__nv_bfloat16, float, float2, 512, true, 1>(float, float, float, float, cudnnTensorStruct)"
 RELU = "void at::native::vectorized_elementwise_kernel<4, at::native::(anonymous namespace)::launch_clamp_scalar(at::TensorIteratorBase&, c10::Scalar, c10::Scalar)::{lambda()#1}, std::array<char*, 2ul> >(int)"
@@ -153,6 +155,7 @@ class Training:
             if is_last and index % self.layers_per_bucket == 0 and self.reduces:
                 self.reduce_bucket(self.layers_per_bucket * self.parameters)
         for rank in self.ranks:
+            self.first_layer_backward(rank)
             rank.thread = MAIN_THREAD
             rank.saved.clear()
             rank.host_us += 10.0
@@ -186,6 +189,9 @@ class Training:
     def end_step(self, rank: Rank, number: int) -> None: ...
 
     def first_layer(self, rank: Rank) -> None:
+        raise NotImplementedError
+
+    def first_layer_backward(self, rank: Rank) -> None:
         raise NotImplementedError
 
     def forward_layer(self, rank: Rank, index: int) -> None:
@@ -251,19 +257,27 @@ class Transformer(Training):
     vocabulary = 32_768
 
     def first_layer(self, rank: Rank) -> None:
-        rank.elementwise("aten::embedding", EMBEDDING, [self.tokens, self.width], self.dtype)
+        dims = [[self.vocabulary, self.width], [1, self.tokens]]
+        us = 4.0 * self.tokens * self.width / rank.gpu.bytes_per_us + 1.5
+        rank.kernel("aten::embedding", EMBEDDING, us, dims, [self.dtype, "long int"])
+
+    def first_layer_backward(self, rank: Rank) -> None:
+        with rank.node("EmbeddingBackward0"):
+            dims = [[self.tokens, self.width], [1, self.tokens]]
+            us = 2.0 * self.vocabulary * self.width / rank.gpu.bytes_per_us + 20.0
+            rank.kernel("aten::embedding_dense_backward", EMBEDDING_BACK, us, dims, [self.dtype, "long int"])
 
     def forward_layer(self, rank: Rank, index: int) -> None:
         tokens, width, dtype = self.tokens, self.width, self.dtype
-        rank.elementwise("aten::native_layer_norm", LAYER_NORM, [tokens, width], dtype)
-        rank.matmul(tokens, width, 3 * width, dtype, "aten::addmm")
+        rank.layer_norm(LAYER_NORM, [tokens, width], dtype)
+        rank.linear(tokens, width, 3 * width, dtype)
         self.attention(rank, index)
-        rank.matmul(tokens, width, width, dtype, "aten::addmm")
+        rank.linear(tokens, width, width, dtype)
         rank.elementwise("aten::add", ADD, [tokens, width], dtype, 3)
-        rank.elementwise("aten::native_layer_norm", LAYER_NORM, [tokens, width], dtype)
-        rank.matmul(tokens, width, 4 * width, dtype, "aten::addmm")
+        rank.layer_norm(LAYER_NORM, [tokens, width], dtype)
+        rank.linear(tokens, width, 4 * width, dtype)
         rank.elementwise("aten::gelu", GELU, [tokens, 4 * width], dtype)
-        rank.matmul(tokens, 4 * width, width, dtype, "aten::addmm")
+        rank.linear(tokens, 4 * width, width, dtype)
         rank.elementwise("aten::add", ADD, [tokens, width], dtype, 3)
 
     def attention_us(self, rank: Rank) -> float:
@@ -272,21 +286,19 @@ class Transformer(Training):
     def attention(self, rank: Rank, index: int) -> None:
         heads = self.width // 128
         outer = [[1, heads, self.tokens, 128]] * 3
-        rank.open("aten::scaled_dot_product_attention", "cpu_op", outer, [BF16] * 3)
-        rank.open("aten::_scaled_dot_product_flash_attention", "cpu_op", outer, [BF16] * 3)
         dims = [[1, self.tokens, heads, 128]] * 3
-        rank.kernel("aten::_flash_attention_forward", FLASH, self.attention_us(rank), dims, [BF16] * 3)
-        rank.close()
-        rank.close()
+        names = ("aten::scaled_dot_product_attention", "aten::_scaled_dot_product_flash_attention")
+        with rank.inside(*names, outer, [BF16] * 3):
+            rank.kernel("aten::_flash_attention_forward", FLASH, self.attention_us(rank), dims, [BF16] * 3)
 
     def attention_backward(self, rank: Rank, index: int) -> None:
         heads = self.width // 128
         outer = [[1, heads, self.tokens, 128]] * 5
         with rank.node("ScaledDotProductFlashAttentionBackward0"):
-            rank.open("aten::_scaled_dot_product_flash_attention_backward", "cpu_op", outer, [BF16] * 5)
             dims = [[1, self.tokens, heads, 128]] * 5
-            rank.kernel("aten::_flash_attention_backward", FLASH_BACK, 2.6 * self.attention_us(rank), dims, [BF16] * 5)
-            rank.close()
+            us = 2.6 * self.attention_us(rank)
+            with rank.inside("aten::_scaled_dot_product_flash_attention_backward", outer, [BF16] * 5):
+                rank.kernel("aten::_flash_attention_backward", FLASH_BACK, us, dims, [BF16] * 5)
 
     def backward_layer(self, rank: Rank, index: int) -> None:
         tokens, width, dtype = self.tokens, self.width, self.dtype
@@ -314,14 +326,20 @@ class Transformer(Training):
     def product_backward(self, rank: Rank, tokens: int, width: int, columns: int) -> None:
         """Gradients of (tokens, width) by (width, columns)."""
         with rank.node("AddmmBackward0"):
+            self.unpack(rank)
             rank.matmul(tokens, columns, width, self.dtype)
             rank.matmul(width, tokens, columns, self.dtype)
+
+    def unpack(self, rank: Rank) -> None:
+        """Get what a node of a product saved."""
 
     def head(self, rank: Rank) -> None:
         rank.matmul(self.tokens, self.width, self.vocabulary, self.dtype)
 
     def loss(self, rank: Rank) -> None:
-        self.head(rank)
+        dims = [[self.tokens, self.width], [self.vocabulary, self.width]]
+        with rank.inside("aten::linear", dims, [self.dtype] * 2):
+            self.head(rank)
         rank.elementwise("aten::_log_softmax", LOSS, [self.tokens, self.vocabulary], "float")
 
     def loss_backward(self, rank: Rank) -> None:
@@ -348,6 +366,7 @@ class ConvNet(Training):
         return [self.images, 64 << (index // 3), size, size]
 
     def convolve(self, rank: Rank, op: str, kind: str, index: int) -> None:
+        """Issue a convolution of a block."""
         images, channels, size, _ = self.shape(index)
         us = 2.0 * images * size * size * channels * channels * 9 / rank.gpu.flops[self.dtype] * 1.4
         dims = [self.shape(index), [channels, channels, 3, 3]]
@@ -355,12 +374,21 @@ class ConvNet(Training):
 
     def first_layer(self, rank: Rank) -> None:
         dims = [[self.images, 3, 224, 224], [64, 3, 7, 7]]
-        rank.kernel("aten::cudnn_convolution", CONV["forward"], 800.0, dims, [self.dtype] * 2)
+        with rank.inside(*CONVOLUTIONS, dims, [self.dtype] * 2):
+            rank.kernel("aten::cudnn_convolution", CONV["forward"], 800.0, dims, [self.dtype] * 2)
+
+    def first_layer_backward(self, rank: Rank) -> None:
+        with rank.node("ConvolutionBackward0"):
+            dims = [[self.images, 64, 112, 112], [self.images, 3, 224, 224], [64, 3, 7, 7]]
+            rank.kernel("aten::convolution_backward", CONV["weight"], 800.0, dims, [self.dtype] * 3)
 
     def forward_layer(self, rank: Rank, index: int) -> None:
         for _ in range(2):
-            self.convolve(rank, "aten::cudnn_convolution", "forward", index)
-            rank.elementwise("aten::cudnn_batch_norm", NORM_FORWARD, self.shape(index), self.dtype, 3)
+            channels = self.shape(index)[1]
+            with rank.inside(*CONVOLUTIONS, [self.shape(index), [channels, channels, 3, 3]], [self.dtype] * 2):
+                self.convolve(rank, "aten::cudnn_convolution", "forward", index)
+            with rank.inside("aten::batch_norm", "aten::_batch_norm_impl_index", [self.shape(index)], [self.dtype]):
+                rank.elementwise("aten::cudnn_batch_norm", NORM_FORWARD, self.shape(index), self.dtype, 3)
             rank.elementwise("aten::clamp_min_", RELU, self.shape(index), self.dtype)
 
     def backward_layer(self, rank: Rank, index: int) -> None:
@@ -374,7 +402,7 @@ class ConvNet(Training):
                 self.convolve(rank, "aten::convolution_backward", "weight", index)
 
     def loss(self, rank: Rank) -> None:
-        rank.matmul(self.images, 512, 1000, self.dtype, "aten::addmm")
+        rank.linear(self.images, 512, 1000, self.dtype)
         rank.elementwise("aten::_log_softmax", LOSS, [self.images, 1000], "float")
 
     def loss_backward(self, rank: Rank) -> None:
