@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.diagnosis.answer import TOOLS, answer_runs
 from benchmarks.diagnosis.claims import read_answer
-from benchmarks.diagnosis.make import make_run, read_truth
+from benchmarks.diagnosis.make import make_run, read_core_wait, read_truth
 from benchmarks.diagnosis.manifest import Run, read_classes, read_manifest
 from benchmarks.diagnosis.score import (
     RunScore,
@@ -57,7 +57,7 @@ def score(runs: list[Run], folder: Path) -> int:
         for run in runs:
             path = answers / f"{run.name}.json"
             if path.exists():
-                core_wait = max((truth["core_wait_share"] for truth in read_truth(run, folder)), default=0.0)
+                core_wait = read_core_wait(run, folder)
                 found.append(score_run(run, read_answer(path), classes, core_wait))
         tools[answers.name] = found
     print("\n".join([*render_tools(tools), "", *render_classes(tools)]))

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -120,6 +121,21 @@ def move_truth(run: Run, folder: Path) -> None:
 def find_truth(run: Run, folder: Path) -> Path:
     """Find the folder with what a run's programs measured, in the benchmark's folder."""
     return folder / "truth" / run.name
+
+
+def read_core_wait(run: Run, folder: Path) -> float:
+    """Read for which share of the steps a run's process waited for a core, as its recorder measured; 0 where it did not.
+
+    Args:
+        run: Of the answer key.
+        folder: Of the benchmark.
+    """
+    shares = [truth["core_wait_share"] for truth in read_truth(run, folder)]
+    lines = (folder / "runs" / run.name / "steps.jsonl").read_text().splitlines() if run.kind == "trainer" else []
+    steps = [step for step in map(json.loads, lines) if "core_wait_ms" in step and "ms" in step]
+    if steps:
+        shares.append(statistics.median(step["core_wait_ms"] / step["ms"] for step in steps))
+    return max(shares, default=0.0)
 
 
 def read_truth(run: Run, folder: Path) -> list[dict]:

@@ -145,6 +145,9 @@ class Rank:
         """Begin a range or an operation, which `close` ends."""
         self._external_id += 1
         more: dict[str, object] = {"External id": self._external_id, "Record function id": 0}
+        if category == "cpu_op" and self.grad_mode:
+            # the number that the next operation for backward gets, whichever that is
+            more |= {"Sequence number": self._sequence + 1, "Fwd thread id": 0}
         if category == "cpu_op" and dims:
             strides = [[math.prod(shape[place + 1 :]) for place in range(len(shape))] for shape in dims]
             more |= {"Input Dims": list(dims), "Input type": list(dtypes), "Input Strides": strides}
@@ -217,16 +220,14 @@ class Rank:
             dtypes: Their types.
             stream: Where it runs.
         """
-        numbers = {}
+        self.open(op, "cpu_op", dims, dtypes)
         if self.grad_mode:
             self._sequence += 1
             self.saved.append(self._sequence)
-            numbers = {"Sequence number": self._sequence, "Fwd thread id": 0}
-        self.open(op, "cpu_op", dims, dtypes)
         self.host_us += self.vary(self.op_us)
         self.launch(kernel, self.vary(us * self.slowness), stream)
         self.host_us += 1.0
-        self.close(**numbers)
+        self.close()
 
     def launch(self, kernel: str, us: float, stream: int, category: str = "kernel", **more: object) -> None:
         """Launch a kernel or a copy of exactly this length."""
