@@ -55,7 +55,7 @@ def run(argv: list[str]) -> int:
     from megatron_lite.report.tune_terminal import tune_lines
 
     with tempfile.TemporaryDirectory(prefix="megatron-lite-tune-") as folder:
-        runner = VariantRunner(command, knobs.short, options.steps, Path(folder))
+        runner = VariantRunner(command, knobs.short, options.steps, Path(folder), bounds.seconds)
         tuner = Tuner(command, knobs.knobs, bounds, ledger, runner.run, lambda line: print_lines([f"tune: {line}"]))
         with ending_runs():
             trials, outcome = tuner.tune()

@@ -1,5 +1,7 @@
 """Runs variants of a command for a few steps each, and has them recorded."""
 
+import enum
+import math
 import os
 import shutil
 import signal
@@ -21,6 +23,9 @@ RECORDED_STEPS = (6, 12)  # steps that are profiled of a recorded run, [first, e
 NO_STEPS = (10**8, 10**8 + 1)
 LOOK_S = 0.2
 LIMIT_S = 1800.0  # that a run may take
+# that it may take however little is left of all: one that hangs is not to take all of it, one that is late may end
+LEAST_LIMIT_S = 60.0
+TIMES_AS_LONG = 3  # as the longest run that ended
 SECONDS_TO_END_RUN = 10.0
 OUTPUT_FILE = "output.txt"
 MAX_SHOWN_OUTPUT_BYTES = 2**16  # that is read of its end
@@ -39,10 +44,20 @@ LEFT_OUT_FLAGS = (
 )
 
 
+class RunEnd(enum.Enum):
+    """Why a run is over."""
+
+    BY_ITSELF = "its process ended"
+    TRAINED = "it has trained its steps"
+    OUT_OF_TIME = "it took too long"
+
+
 class VariantRunner:
     """Runs variants of one command, each in a folder that is removed when it was read."""
 
-    def __init__(self, command: TunedCommand, short: tuple[str, ...], steps: int, folder: Path):
+    def __init__(
+        self, command: TunedCommand, short: tuple[str, ...], steps: int, folder: Path, seconds: float | None = None
+    ):
         """Take what all runs have in common.
 
         Args:
@@ -50,12 +65,15 @@ class VariantRunner:
             short: words behind it by which a script of others ends by itself.
             steps: of each run.
             folder: for what is recorded.
+            seconds: that all runs may take, from now on; None for no limit.
         """
         self._command = command
         self._short = short
         self._steps = steps
         self._folder = folder
         self._runs = 0
+        self._end = math.inf if seconds is None else time.monotonic() + seconds
+        self._longest_s = 0.0
 
     def run(self, wanted: MeasuredRun) -> MeasuredRun:
         """Run a variant, and read what it measured.
@@ -74,6 +92,8 @@ class VariantRunner:
         try:
             failure = self._run_to_its_end(wanted.settings, is_recorded, folder)
             wall_s = time.monotonic() - began
+            if not failure:
+                self._longest_s = max(self._longest_s, wall_s)
             if failure:
                 return msgspec.structs.replace(wanted, failure=failure, wall_s=wall_s)
             measured = read_measured(folder / "run", wanted, wall_s)
@@ -101,11 +121,14 @@ class VariantRunner:
             except OSError as error:
                 why = f"cannot be run ({error.strerror}); check its name."
                 raise UserError(f"megatron-lite tune: {words[0]} {why}") from None
+        limit_s = self._limit_run()
         try:
-            has_trained = self._wait(process, folder / "run" / STEPS_FILE)
+            end = self._wait(process, folder / "run" / STEPS_FILE, limit_s)
         finally:
             _end_group(process)
-        if has_trained or process.returncode == 0:
+        if end is RunEnd.OUT_OF_TIME:
+            return f"it did not end within {limit_s:.0f} s"
+        if end is RunEnd.TRAINED or process.returncode == 0:
             return ""
         return f"exit code {process.returncode}: {_read_error(output)}"
 
@@ -143,18 +166,30 @@ class VariantRunner:
             values |= {"--profile-step-start": str(first), "--profile-step-end": str(end)}
         return tuple(KnobSetting(kind="flag", name=name, value=value) for name, value in values.items())
 
-    def _wait(self, process: "subprocess.Popen[bytes]", steps_file: Path) -> bool:
-        """Wait until the process ends, or has trained its steps where nothing else ends it. Returns whether it has."""
+    def _limit_run(self) -> float:
+        """The seconds that a run may take: what is left of all, but at least a few times as long as others took."""
+        left_s = self._end - time.monotonic()
+        usual_s = max(LEAST_LIMIT_S, TIMES_AS_LONG * self._longest_s)
+        return min(LIMIT_S, max(left_s, usual_s))
+
+    def _wait(self, process: "subprocess.Popen[bytes]", steps_file: Path, limit_s: float) -> RunEnd:
+        """Wait until the process ends, or has trained its steps where nothing else ends it.
+
+        Args:
+            process: the run.
+            steps_file: its record, by a line per step.
+            limit_s: seconds that it may take.
+        """
         ends_by_itself = self._command.is_trainer or bool(self._short)
-        deadline = time.monotonic() + LIMIT_S
+        deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
             try:
                 process.wait(LOOK_S)
-                return False
+                return RunEnd.BY_ITSELF
             except subprocess.TimeoutExpired:
                 if not ends_by_itself and _count_lines(steps_file) >= self._steps:
-                    return True
-        return False
+                    return RunEnd.TRAINED
+        return RunEnd.OUT_OF_TIME
 
 
 def _count_lines(path: Path) -> int:

@@ -36,7 +36,8 @@ def judge_runs(
         losses: what it may leave of the losses.
         tolerance: relative difference of a step's loss that rounding may make.
     """
-    failures = [run.failure for run in (*after, *before) if run.failure]
+    failures = [run.failure for run in after if run.failure]
+    failures += [f"the command without it: {run.failure}" for run in before if run.failure]
     if failures:
         return TrialJudgement(None, None, TrialResult.FAILED, failures[0])
     pair = pair_runs(before, after)

@@ -9,9 +9,10 @@ from hypothesis import strategies as some
 from support.tuned_commands import LOSSES, MadeRuns, finding, flag, script, trainer, variable
 from support.wording import wording
 
+from megatron_lite.cli import tuned_runs
 from megatron_lite.cli.tune import ending_runs, read_tuned_command
 from megatron_lite.errors import UserError
-from megatron_lite.formats.tune_ledger import TrialResult, TuneOutcome, TuneRequest, TuneTrial, decode_line
+from megatron_lite.formats.tune_ledger import MeasuredRun, TrialResult, TuneOutcome, TuneRequest, TuneTrial, decode_line
 from megatron_lite.report.text import Style
 from megatron_lite.report.tune_terminal import tune_lines
 from megatron_lite.tune.knobs import NO_KNOBS, DeclaredKnob, LossEffect, list_variables
@@ -367,3 +368,11 @@ def test_a_ledger_of_other_variables_is_refused(tmp_path):
     assert {"OMP_NUM_THREADS", "THREADS"} <= {
         *list_variables([DeclaredKnob(name="THREADS", kind="variable", values=(1,), answers=())])
     }
+
+
+def test_a_run_that_hangs_takes_no_more_than_the_time_that_is_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(tuned_runs, "LEAST_LIMIT_S", 0.3)
+    command = read_tuned_command(["sleep", "60"], NO_KNOBS)
+    runner = tuned_runs.VariantRunner(command, (), 20, tmp_path, seconds=0.1)
+    run = runner.run(MeasuredRun(purpose="record", number=0, wall_s=0.0))
+    assert "0 s" in run.failure and run.wall_s < 30
