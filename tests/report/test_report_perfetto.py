@@ -141,6 +141,9 @@ def test_findings_stand_where_their_evidence_does(gpu):
         told = marked[finding.code].arguments
         assert told["remedy"] == finding.advice
         assert told["confidence"] == ("certain" if finding.certain else "likely")
+        if finding.gain_ms is not None:
+            name = "gain_at_most_us_per_step" if finding.gain_is_bound else "gain_us_per_step"
+            assert told[name] == pytest.approx(1000 * finding.gain_ms, abs=1)
         assert told["verdict"] == report.verdict.headline
     instants = read.having(category="evidence")
     rows = [getattr(evidence.where, "row", None) for finding in report.findings for evidence in finding.evidence]

@@ -89,7 +89,8 @@ class FindingMarks:
             arguments["cost_us_per_step"] = max(cost_us, 0)
         if finding.gain_ms is not None:
             gain_us = round(finding.gain_ms * 1e3)
-            arguments["gain_us_per_step"] = max(gain_us, 0)
+            name = "gain_at_most_us_per_step" if finding.gain_is_bound else "gain_us_per_step"
+            arguments[name] = max(gain_us, 0)
         if finding.cost_bytes is not None:
             arguments["cost_bytes"] = max(finding.cost_bytes, 0)
         for number, evidence in enumerate(finding.evidence[:MAX_EVIDENCE_CARRIED], 1):
