@@ -17,6 +17,7 @@ from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.units import significant
 
 MAX_APART = 0.10  # of the step, by which the replayed steps may differ from all steady ones
+NOTHING_CHANGED = "the replayed steps hold nothing that the remedies would change"
 MAX_CHANGES_SAID = 3  # in one sentence
 
 
@@ -51,6 +52,8 @@ def find_gains(facts: Facts, findings: Sequence[Finding], verdict: Verdict) -> G
         return GainedFindings(tuple(findings), _claim_nothing(critical.time.step_ms, why_not))
     edits = [NamedEdit(found.code, found.edit.apply) for found in edited if found.edit is not None]
     measured = measure_gains(graph, edits)
+    if not measured.alone_ms:
+        return GainedFindings(tuple(findings), _claim_nothing(critical.time.step_ms, NOTHING_CHANGED))
     # replayed steps differ a little from the mean of all steady ones, which is what the report shows
     scale = critical.time.step_ms / measured.before_ms
     gained = [_put_gain(found, measured, scale) for found in findings]

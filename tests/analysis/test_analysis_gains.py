@@ -1,6 +1,7 @@
 """Gains of findings by replays: they add up to the new step, and claim nothing where a graph is not that of the steps."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,11 @@ from support.training_maker import gpu
 
 from megatron_lite.analysis import gains
 from megatron_lite.analysis.analyze import analyze
+from megatron_lite.analysis.findings.base import Edit
 from megatron_lite.analysis.gains import describe_next_steps, find_gains
 from megatron_lite.analysis.graph.build import build_graph
 from megatron_lite.analysis.graph.edits.change import scale_work
+from megatron_lite.analysis.graph.edits.syncs import drop_syncs_of
 from megatron_lite.analysis.graph.graph import ActivityKind
 from megatron_lite.analysis.graph.replay import check_replay, replay
 from megatron_lite.analysis.graph.sequence import NamedEdit, measure_gains
@@ -159,9 +162,18 @@ def test_a_change_that_finds_nothing_to_change_keeps_its_bound(tmp_path):
     report = report_on(tmp_path, make_loading_and_syncing())
     graph = build_graph([(one.trace, one.placing) for one in report.facts.graph_ranks])
     same = NamedEdit("same", lambda one: one)
+    unmatched = NamedEdit("unmatched", partial(drop_syncs_of, operators=["aten::nowhere"], phases=[]))
     faster = NamedEdit("faster", lambda one: scale_work(one, one.find_kind(ActivityKind.KERNEL), 0.5))
-    measured = measure_gains(graph, [same, faster])
+    measured = measure_gains(graph, [same, unmatched, faster])
     assert set(measured.alone_ms) == {"faster"}
+
+
+def test_without_anything_to_change_nothing_is_claimed(tmp_path):
+    report = report_on(tmp_path, make_loading_and_syncing())
+    edit = Edit("x", partial(drop_syncs_of, operators=["aten::nowhere"], phases=[]))
+    findings = [replace(report.findings[0], edit=edit, gain_ms=1.0, gain_is_bound=True)]
+    found = find_gains(report.facts, findings, report.verdict)
+    assert found.gains.why_not and found.findings == tuple(findings)
 
 
 def test_a_graph_of_nothing_has_no_steps():

@@ -1,12 +1,16 @@
 """Gains of edits, alone and in the order in which they are worth making: there each is on top of those before it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from megatron_lite.analysis.graph.graph import Graph
+import numpy as np
+
+from megatron_lite.analysis.graph.graph import Activities, Edges, Graph
 from megatron_lite.analysis.graph.replay import measure_step
 
 MIN_SHARE_SAVED = 0.005  # of the measured step: what saves less is left out
+# of a graph, what its replay depends on beside activities and edges
+BESIDE_TABLES = ("floor_ns", "beside_ns", "core_wait_ns", "lanes", "boundaries")
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ def measure_gains(graph: Graph, edits: Sequence[NamedEdit]) -> OrderedGains:
     before_ms = measured_ms
     made = [(edit, edit.apply(graph)) for edit in edits]
     # an edit that finds nothing to change says nothing of its remedy
-    made = [(edit, one) for edit, one in made if one is not graph]
+    made = [(edit, one) for edit, one in made if not _is_same(one, graph)]
     left = [edit for edit, _ in made]
     changed = [one for _, one in made]
     while left:
@@ -77,6 +81,22 @@ def measure_gains(graph: Graph, edits: Sequence[NamedEdit]) -> OrderedGains:
         order.append(Gain(edit.name, alone_ms[edit.name], gain_ms, before_ms))
         changed = [one.apply(graph) for one in left]
     return OrderedGains(measured_ms, alone_ms, tuple(order))
+
+
+def _is_same(changed: Graph, graph: Graph) -> bool:
+    """Whether an edit left all as it was: it may return a graph of its own for nothing at all."""
+    if changed is graph:
+        return True
+    if any(getattr(changed, name) != getattr(graph, name) for name in BESIDE_TABLES):
+        return False
+    parts = ((changed.activities, graph.activities), (changed.edges, graph.edges))
+    return all(_have_same_columns(one, other) for one, other in parts)
+
+
+def _have_same_columns(one: Activities | Edges, other: Activities | Edges) -> bool:
+    """Whether all columns of two tables are equal."""
+    columns = [(getattr(one, column.name), getattr(other, column.name)) for column in fields(one)]
+    return all(first is second or np.array_equal(first, second) for first, second in columns)
 
 
 def _replay_ms(graph: Graph) -> float:
