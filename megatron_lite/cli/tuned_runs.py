@@ -1,12 +1,15 @@
 """Runs variants of a command for a few steps each, and has them recorded."""
 
+import ctypes
 import enum
 import math
 import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -21,6 +24,7 @@ from megatron_lite.variables import BOOTSTRAP, WATCH, prepend_python_path
 
 RECORDED_STEPS = (6, 12)  # steps that are profiled of a recorded run, [first, end)
 NO_STEPS = (10**8, 10**8 + 1)
+PARENT_DEATH_SIGNAL = 1  # of prctl
 LOOK_S = 0.2
 LIMIT_S = 1800.0  # that a run may take
 # that it may take however little is left of all: one that hangs is not to take all of it, one that is late may end
@@ -108,6 +112,7 @@ class VariantRunner:
         """Run a variant until it has trained its steps. Returns why it failed, or ""."""
         words, environment = self._write(settings, is_recorded, folder)
         output = folder / OUTPUT_FILE
+        limit_s = self._limit_run()
         with output.open("wb") as file:
             try:
                 process = subprocess.Popen(
@@ -117,11 +122,12 @@ class VariantRunner:
                     stdout=file,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
+                    # safe beside threads: a single system call, looked up before
+                    preexec_fn=_make_ending_with_parent(),  # noqa: PLW1509
                 )
             except OSError as error:
                 why = f"cannot be run ({error.strerror}); check its name."
                 raise UserError(f"megatron-lite tune: {words[0]} {why}") from None
-        limit_s = self._limit_run()
         try:
             end = self._wait(process, folder / "run" / STEPS_FILE, limit_s)
         finally:
@@ -190,6 +196,19 @@ class VariantRunner:
                 if not ends_by_itself and _count_lines(steps_file) >= self._steps:
                     return RunEnd.TRAINED
         return RunEnd.OUT_OF_TIME
+
+
+def _make_ending_with_parent() -> Callable[[], None] | None:
+    """Make a function by which a new process ends when its parent is killed and can end nothing; None but on Linux."""
+    if not sys.platform.startswith("linux"):
+        return None
+    # looked up here: between fork and exec no library is to be searched
+    prctl = ctypes.CDLL(None).prctl
+
+    def end_with_parent() -> None:
+        prctl(PARENT_DEATH_SIGNAL, int(signal.SIGTERM), 0, 0, 0)
+
+    return end_with_parent
 
 
 def _count_lines(path: Path) -> int:

@@ -1,12 +1,16 @@
 """Tuning keeps what is faster at equal losses, goes on where it was interrupted, and never ends slower than it began."""
 
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 from support.tuned_commands import LOSSES, MadeRuns, finding, flag, script, trainer, variable
+from support.waiting import wait_until
 from support.wording import wording
 
 from megatron_lite.cli import tuned_runs
@@ -376,3 +380,27 @@ def test_a_run_that_hangs_takes_no_more_than_the_time_that_is_left(tmp_path, mon
     runner = tuned_runs.VariantRunner(command, (), 20, tmp_path, seconds=0.1)
     run = runner.run(MeasuredRun(purpose="record", number=0, wall_s=0.0))
     assert "0 s" in run.failure and run.wall_s < 30
+
+
+KILLED_TUNE = """
+import sys
+from pathlib import Path
+from megatron_lite.cli.tune import read_tuned_command
+from megatron_lite.cli.tuned_runs import VariantRunner
+from megatron_lite.formats.tune_ledger import MeasuredRun
+from megatron_lite.tune.knobs import NO_KNOBS
+folder = Path(sys.argv[1])
+command = read_tuned_command(["sh", "-c", f"echo $$ > {folder}/pid.new; mv {folder}/pid.new {folder}/pid; exec sleep 60"], NO_KNOBS)
+VariantRunner(command, (), 20, folder).run(MeasuredRun(purpose="record", number=0, wall_s=0.0))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel's rule is Linux'")
+def test_a_run_does_not_outlive_a_killed_tune(tmp_path):
+    tuning = subprocess.Popen([sys.executable, "-c", KILLED_TUNE, str(tmp_path)])
+    wait_until(lambda: (tmp_path / "pid").is_file())
+    tuning.kill()
+    tuning.wait()
+    stat = Path("/proc", (tmp_path / "pid").read_text().strip(), "stat")
+    wait_until(lambda: not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z")
