@@ -32,6 +32,8 @@ class Secret(Enum):
     ID = "id"
 
 
+# words have a letter, so that names end as they did; labels that differ in a number alone are taken for one phase
+WITH_LETTERS = (Secret.WORD, Secret.LABEL)
 MEANINGS = {
     Secret.HOST: "names of machines",
     Secret.USER: "names of users",
@@ -174,11 +176,11 @@ class Substitutes:
     # --- the same name for the same text
 
     def replace(self, kind: Secret, text: str) -> str:
-        """The name that stands for a text: host-2, wordC. Words have a letter, so that names end as they did."""
+        """The name that stands for a text: host-2, wordC."""
         numbers = self._numbers[kind]
         number = numbers.setdefault(text, len(numbers) + 1)
         self.taken[kind, self.where].add(text)
-        return f"word{_to_letters(number)}" if kind is Secret.WORD else f"{kind.value}-{number}"
+        return f"{kind.value}{_to_letters(number)}" if kind in WITH_LETTERS else f"{kind.value}-{number}"
 
     def _cached(self, rule: str, text: str, clean: Callable[[str], str]) -> str:
         key = (rule, text)

@@ -80,7 +80,7 @@ def test_files_of_packages_keep_their_place_wherever_they_are_installed():
 def test_what_is_hidden_is_found_in_known_words():
     names = Substitutes()
     names.hide(Secret.HOST, "gpu-node-17")
-    assert names.clean_label("gpu-node-17") == "label-1"
+    assert names.clean_label("gpu-node-17") == "labelA"
     assert "gpu-node-17" not in names.clean_name("forward gpu-node-17")
 
 
@@ -95,7 +95,7 @@ def test_a_short_label_of_known_words_stays(label):
     "label", ["loading zaphod", "run 3xk2j9ab", "run ab12cd34", "the one who said what the other who said", "a\x1b[31m"]
 )
 def test_any_other_label_is_replaced(label):
-    assert Substitutes().clean_label(label) == "label-1"
+    assert Substitutes().clean_label(label) == "labelA"
 
 
 def test_a_command_keeps_its_known_flags_and_numbers():

@@ -36,7 +36,7 @@ def test_an_export_tells_the_same_and_no_secret(tmp_path):
         rows = dict(database.execute("SELECT id, value FROM StringIds"))
         facts = database.execute("SELECT name, value FROM META_DATA_EXPORT").fetchall()
     # a label that a range refers to, and none for a string that nothing refers to
-    assert rows[90].startswith("label-") and 91 not in rows
+    assert rows[90].startswith("label") and 91 not in rows
     assert facts == [("EXPORT_PRODUCT_VERSION", "2026.2"), (None, None)]
 
 

@@ -221,3 +221,18 @@ def test_ranks_without_a_number_stay_apart(tmp_path):
     made.op("aten::mm", 10, 20)
     made.write(tmp_path)
     make_bundle([tmp_path], tmp_path / "made")
+
+
+def test_phases_of_unknown_labels_stay_apart(tmp_path):
+    """A number at the end of a label is that of a step: labels that differ in it alone are one phase."""
+    made = MadeTrace()
+    for number in range(5):
+        at = number * 1000.0
+        made.step(number, at, at + 995)
+        for place, label in enumerate(("zaphod whispered", "magrathea whispered", "moonshot whispered")):
+            with made.phase(label, at + 10 + 300 * place, at + 290 + 300 * place):
+                made.op("aten::mm", at + 20 + 300 * place, at + 280 + 300 * place)
+    folder, _ = make_bundle([made.write(tmp_path)], tmp_path / "made")
+    [one] = analyze([folder]).facts.ranks_seen
+    assert len([phase for phase in one.time.phases if phase.name.startswith("label")]) == 3
+    assert find_secrets(folder, SECRETS) == []
