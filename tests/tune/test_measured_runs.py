@@ -51,8 +51,19 @@ def test_a_folder_without_a_run_is_a_failure(tmp_path):
     assert str(tmp_path / "none") in read_measured(tmp_path / "none", TIMED, 3.0).failure
 
 
+@pytest.mark.parametrize("interval", [100, 1000])
+def test_what_is_logged_rarely_is_not_to_be_logged_more_rarely(tmp_path, interval):
+    steps = ordinary_steps(phase_log=2.0)
+    folder = write_run(tmp_path, steps, device="cpu", log_params_norm=True, log_interval=interval)
+    from megatron_lite.analysis.analyze import analyze
+
+    [found] = [convert_finding(one) for one in analyze([folder]).findings if one.code == "log-stalls"]
+    assert all(setting.name != "--log-interval" for remedy in found.remedies for setting in remedy)
+    assert (flag("--log-params-norm", None),) in found.remedies
+
+
 def test_a_finding_keeps_what_it_sets(tmp_path):
-    folder = write_run(tmp_path, ordinary_steps(phase_log=2.0), device="cpu", log_params_norm=True)
+    folder = write_run(tmp_path, ordinary_steps(phase_log=2.0), device="cpu", log_params_norm=True, log_interval=1)
     from megatron_lite.analysis.analyze import analyze
 
     [found] = [convert_finding(one) for one in analyze([folder]).findings if one.code == "log-stalls"]

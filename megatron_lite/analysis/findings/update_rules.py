@@ -300,6 +300,7 @@ def find_hard_clipping(facts: Facts, run: Run) -> Finding | Observation:
 
 
 LOG = Phase.LOG.value
+RARELY_LOGGED = 100  # --log-interval from which on logging is no part of each step
 
 
 @rule("log-stalls", "logging in every step", "step", "phases", "run")
@@ -324,12 +325,17 @@ def find_log_stalls(facts: Facts) -> Finding | Observation:
         "--log-num-zeros-in-grad": settings.log_num_zeros_in_grad,
     }
     without = [f"{WITHOUT}{flag}" for flag, is_on in figures.items() if is_on]
-    advice = "a larger --log-interval"
-    if settings.log_interval:
-        advice += f" (now {settings.log_interval})"
+    interval = settings.log_interval
+    now = f" (now {interval})" if interval else ""
+    interval_flag = f"--log-interval {RARELY_LOGGED}"
+    advice = f"a larger --log-interval{now}"
+    if interval and interval >= RARELY_LOGGED:
+        # what the console shows is no part of each step: what is written for TensorBoard may be
+        interval_flag = "--tensorboard-log-interval"
+        advice = f"a larger --tensorboard-log-interval (--log-interval is {interval})"
     advice = ", ".join([advice, *without])
     edit = Edit("log in rare steps", partial(leave_out_phases, phases=(LOG,)))
-    flags = ("--log-interval 100", *without)
+    flags = (interval_flag, *without)
     return build_time_finding(measured.cost_ms, [measured.seen], advice, flags, edit=edit)
 
 
