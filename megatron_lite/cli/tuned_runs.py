@@ -154,7 +154,9 @@ class VariantRunner:
             memory=False,
             command=list(self._command.words),
         )
-        environment = prepend_python_path(environment, BOOTSTRAP) | {WATCH: encode_request(request)}
+        # short runs that are thrown away are not for the lists that people keep of their runs
+        trackers = {"WANDB_MODE": "disabled", "MLFLOW_TRACKING_URI": (folder / "mlflow").absolute().as_uri()}
+        environment = prepend_python_path(environment, BOOTSTRAP) | trackers | {WATCH: encode_request(request)}
         return [*self._command.write_words(settings), *self._short], environment
 
     def _list_trainer_settings(self, is_recorded: bool, folder: Path) -> Settings:

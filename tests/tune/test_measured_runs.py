@@ -108,6 +108,15 @@ def test_variants_of_a_script_run(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_runs_of_scripts_are_in_no_list_of_runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "online")
+    script = tmp_path / "train.py"
+    script.write_text("import os\nraise SystemExit(os.environ['WANDB_MODE'] + os.environ['MLFLOW_TRACKING_URI'])\n")
+    runs = tmp_path / "runs"
+    found = VariantRunner(read_tuned_command([sys.executable, str(script)], NO_KNOBS), (), 20, runs).run(TIMED)
+    assert "disabled" in found.failure and runs.as_uri() in found.failure
+
+
 @pytest.mark.slow
 def test_a_run_of_the_trainer_leaves_the_users_folders_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
