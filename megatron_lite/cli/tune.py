@@ -18,6 +18,7 @@ from megatron_lite.config.args import Args
 from megatron_lite.config.flags import list_flags
 from megatron_lite.errors import UserError
 from megatron_lite.formats.tune_ledger import TuneRequest
+from megatron_lite.shared_files import read_foreign
 from megatron_lite.terminal import print_lines
 from megatron_lite.tune.knobs import NO_KNOBS, KnobFile, list_variables, read_knobs
 from megatron_lite.tune.ledger import Ledger
@@ -173,5 +174,9 @@ def _find_arguments(words: list[str]) -> tuple[int, bool]:
 
 def _is_trainer(script: Path) -> bool:
     """Whether a script is this package's pretrain_gpt.py, and not Megatron-LM's."""
-    is_named = script.name == TRAINER_SCRIPT and script.is_file()
-    return is_named and OWN_PACKAGE in script.read_text(encoding="utf-8", errors="replace")
+    if script.name != TRAINER_SCRIPT:
+        return False
+    try:
+        return OWN_PACKAGE.encode() in read_foreign(script)
+    except OSError:
+        return False

@@ -18,6 +18,7 @@ from megatron_lite.errors import UserError
 from megatron_lite.formats.file_names import STEPS_FILE
 from megatron_lite.formats.tune_ledger import KnobSetting, MeasuredRun, Settings
 from megatron_lite.formats.watch_request import WatchRequest, encode_request
+from megatron_lite.shared_files import read_foreign
 from megatron_lite.tune.read_measured import read_findings, read_measured
 from megatron_lite.tune.variant import TunedCommand, add_settings
 from megatron_lite.variables import BOOTSTRAP, WATCH, prepend_python_path
@@ -216,7 +217,7 @@ def _make_ending_with_parent() -> Callable[[], None] | None:
 def _count_lines(path: Path) -> int:
     """Count the lines of a file; 0 where there is none."""
     try:
-        return path.read_bytes().count(b"\n")
+        return read_foreign(path).count(b"\n")
     except OSError:
         return 0
 

@@ -18,6 +18,7 @@ from megatron_lite.formats.tune_ledger import (
     decode_line,
     encode_line,
 )
+from megatron_lite.shared_files import read_foreign
 
 Line = TypeVar("Line", TuneTrial, TuneOutcome)
 MAX_LEDGER_BYTES = 2**28
@@ -107,7 +108,7 @@ def _read_content(path: Path) -> bytes:
             return b""
         if path.stat().st_size > MAX_LEDGER_BYTES:
             raise UserError(f"--ledger {path}: is larger than a ledger is; name another file.")
-        return path.read_bytes()
+        return read_foreign(path, MAX_LEDGER_BYTES)
     except OSError as error:
         raise UserError(f"--ledger {path}: cannot be read ({error.strerror or error}); name another file.") from None
 

@@ -240,7 +240,9 @@ STARTED_WITH = {
     "tensor-across-nodes": ("--tensor-model-parallel-size 2", 2),
     "unbalanced-stages": ("--num-layers 18 --pipeline-model-parallel-size 4", 4),
 }
-WITHOUT = re.compile(r"(?:instead of|leave out|drop) ((?:(?:, | and )?--[a-z][a-z0-9-]*(?: [a-z0-9]+(?=,|$))?)+)")
+WITHOUT = re.compile(
+    r"(?:instead of|leave out|drop|run without) ((?:(?:, | and | )?--[a-z][a-z0-9-]*(?: [a-z0-9]+(?=,|$| --))?)+)"
+)
 TOGETHER = {"tensor-across-nodes", "unbalanced-stages"}  # whose flags need each other
 
 

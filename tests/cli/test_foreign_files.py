@@ -187,7 +187,8 @@ OWN = {  # of this package, this machine's kernel, or what the process itself is
     "analysis/time/host_names.py", "phase_names.py", "data/indexed_writer.py", "train/trackers.py",
     "script_walk/driverless_cuda.py", "instruments/host_counters.py", "planner/script_walks.py", "script_walk/in_code.py",
     "analysis/equality/proved_run.py", "cli/recorded_runs.py", "script_record/this_process.py",
-    "cli/replay.py", "replay/rank_process.py", "postmortem/log_patterns.py",
+    "cli/replay.py", "replay/rank_process.py", "postmortem/log_patterns.py", "bundle/known_words.py",
+    "mcp_server/confined_command.py", "tune/knobs.py",
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from support.trace_maker import gpu_run
 pytest.importorskip("mcp_types", reason="pip install -e '.[mcp]'")
 
 from mcp import Client
-from support.mcp_cases import ask, count_characters, make_options, read_text
+from support.mcp_cases import ask, count_characters, make_options, read_text, run_here
 
 from megatron_lite.analysis.findings.rules import RULES
 from megatron_lite.cli.main import main
@@ -152,6 +152,21 @@ def test_names_of_files_may_be_no_text(tmp_path):
     for answer in answers:
         answer.model_dump_json()
     assert build_server(make_options(odd)).instructions.encode()
+
+
+def test_long_work_reports_its_seconds(folder):
+    reported = []
+
+    async def note(progress, total, message):
+        reported.append((progress, total))
+
+    async def run_for_long(command, roots, limit_s, report):
+        await report(2.0, "reading")
+        await report(4.0, "")
+        return await run_here(command, roots, limit_s, report)
+
+    assert not ask(make_options(folder), "report", run=run_for_long, progress=note, paths=["a"]).is_error
+    assert reported == [(2.0, 300), (4.0, 300)]
 
 
 def test_a_defect_of_ours_ends_the_call_only(folder):
