@@ -275,6 +275,7 @@ def test_the_gain_of_16_bits_is_bounded_by_the_hardware_or_not_at_all(device, ga
     kernels = dataclasses.replace(one.kernels, rows=(row,), roofline=(product,))
     found = RULES["fp32-products"].function(NOTHING, dataclasses.replace(one, kernels=kernels))
     assert found.gain_ms == (gain_ms and pytest.approx(gain_ms)) and found.cost_ms == pytest.approx(gain_ms or 40.0)
+    assert found.certain is (gain_ms is not None)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from support.launch import alone
 from support.paths import REPO
-from support.waiting import wait_until
+from support.waiting import LIMIT_S, wait_until
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.multiprocessing.spawn import ProcessExitedException
 
@@ -254,26 +254,30 @@ def test_signals_of_a_process_forked_from_another_thread_are_its_own():
         pipe.close()
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_sigterm_waits_until_a_forked_process_has_its_own_way_with_it():
-    def blocks_sigterm():
-        return signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+FORKS_BESIDE_A_PIPE = """
+import os, signal
+from megatron_lite.signal_pipe import SignalPipe
 
-    at_first = []
-    # what is registered before the pipe runs before it in the child
-    os.register_at_fork(after_in_child=lambda: at_first.append(blocks_sigterm()))
-    pipe = SignalPipe(lambda: None)
-    pipe.open()
-    try:
-        child = os.fork()
-        if child == 0:
-            is_default = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-            os._exit(0 if at_first == [True] and is_default and not blocks_sigterm() else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert not blocks_sigterm()
-    finally:
-        pipe.release_signals()
-        pipe.close()
+def blocks_sigterm():
+    return signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+at_first = []
+# what is registered before the pipe runs before it in the child
+os.register_at_fork(after_in_child=lambda: at_first.append(blocks_sigterm()))
+pipe = SignalPipe(lambda: None)
+pipe.open()
+child = os.fork()
+if child == 0:
+    is_default = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    os._exit(0 if at_first == [True] and is_default and not blocks_sigterm() else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert not blocks_sigterm()
+"""
+
+
+def test_sigterm_waits_until_a_forked_process_has_its_own_way_with_it():
+    """In a process of its own: another test's pipe would have been registered before."""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKS_BESIDE_A_PIPE], check=True, cwd=REPO, timeout=LIMIT_S)
 
 
 def test_signals_are_heard_beside_thousands_of_open_files():

@@ -177,7 +177,7 @@ def find_fp32_products(facts: Facts, one: RankFacts) -> Finding | Observation:
         Of products whose shapes are known only the time counts that they can need for what they compute and move: tiny
         products take the time of dispatch or of a busy machine, which no precision shortens.
     Cost: what 16 bits could save of it at best, by the peaks in the hardware table, or by the FLOPs at the 16-bit peak;
-        all of it where that peak is unknown, and then no bound of the gain is given.
+        all of it where that peak is unknown, and then no bound of the gain is given and the cause is a likely one.
     Do: bf16 (no loss scale needed), or fp16 with a dynamic loss scale; masters and moments stay fp32.
     Flags: --bf16, or --fp16 on GPUs before Ampere.
     False alarm: an fp32 reference run, made on purpose.
@@ -208,6 +208,8 @@ def find_fp32_products(facts: Facts, one: RankFacts) -> Finding | Observation:
         evidence=tuple(evidence),
         advice=f"train in mixed precision: {flag}",
         flags=(flag,),
+        # where no peak tells what 16 bits save, that these products are what a step loses is not known
+        certain=gain_ms is not None,
         rank=one.time.rank,
         edit=edit,
     )
