@@ -191,7 +191,7 @@ def _describe_differences(differences: list[str]) -> str:
 README_TEXT = """# A run, to look at together
 
 `megatron-lite report RUN --bundle FILE` made this. It holds a report (report.html, report.txt, report.json) and what
-the report was made from. Substitutes of users, machines, folders and projects, and texts, were taken out before;
+the report was made from. Names of users, machines, folders and projects, texts and keys were taken out before;
 `taken_out.txt` lists what, by kind and number. The same name has the same substitute in all files.
 
 To make the report again:

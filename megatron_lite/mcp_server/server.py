@@ -85,7 +85,11 @@ def build_server(options: ServerOptions, run: Runner = run_command) -> Server[An
 
 
 def serve_on_stdio(options: ServerOptions) -> None:
-    """ToolAnswer on standard input and output until the input ends."""
+    """Answer calls on standard input and output until the input ends.
+
+    Args:
+        options: What the server was started with.
+    """
 
     async def serve() -> None:
         server = build_server(options)
@@ -133,7 +137,7 @@ def _make_schema(record: type[msgspec.Struct]) -> dict[str, Any]:
 async def _answer(
     options: ServerOptions, run: Runner, context: ServerRequestContext[Any], params: CallToolRequestParams
 ) -> CallToolResult:
-    """ToolAnswer a call.
+    """Answer a call.
 
     Args:
         options: What the server was started with.
