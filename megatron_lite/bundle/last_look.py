@@ -5,14 +5,16 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from megatron_lite.analysis.trace.file_blocks import GZIP_MAGIC
 from megatron_lite.bundle.known_words import is_known
+from megatron_lite.bundle.names import KEY_WORDS
 
-_GZIP = b"\x1f\x8b"
 _BLOCK_BYTES = 1 << 20
 # of a value; shorter ones stand in many texts by chance
 MIN_KEY_LETTERS = 8
 MAX_KEY_LETTERS = 4096
-_KEYS = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
+# anywhere in a variable's name: SLACK_TOKENS, KEY_2
+_KEYS = re.compile(KEY_WORDS, re.IGNORECASE)
 
 
 def list_secrets(environment: Mapping[str, str]) -> dict[str, str]:
@@ -52,7 +54,7 @@ def find_secrets_left(folder: Path, secrets: Mapping[str, str]) -> Iterator[str]
 def _read_blocks(path: Path, overlap: int) -> Iterator[bytes]:
     """The content of a file, unzipped, in blocks of which each begins with the end of the one before."""
     with path.open("rb") as raw:
-        is_zipped = raw.read(2) == _GZIP
+        is_zipped = raw.read(2) == GZIP_MAGIC
         raw.seek(0)
         file = gzip.open(raw) if is_zipped else raw
         before = b""

@@ -65,8 +65,10 @@ _PATH = re.compile(
 # "train.py(12): step" of the profiler, "step (train.py:12)" of this package
 _FRAME = re.compile(r"(?P<path>[^()<>]*\.pyx?)(?P<line>\(\d+\): )(?P<function>.*)", re.DOTALL)
 _OWN_FRAME = re.compile(r"(?P<function>[^()]*) \((?P<path>[^()]*?)(?P<line>:\d+)?\)")
-# "--hf-token", "WANDB_API_KEY", "--password", but not "--tokens"
-_NAME_OF_KEY = re.compile(r"(?:key|token|secret|passw(?:or)?d|passphrase|credentials?|auth)$", re.IGNORECASE)
+# by which a key or a password is named
+KEY_WORDS = r"key|token|secret|passw(?:or)?d|passphrase|credential|auth"
+# "--hf-token", "WANDB_API_KEY", "--credentials", but not "--tokens"
+_NAME_OF_KEY = re.compile(rf"(?:{KEY_WORDS}|credentials)$", re.IGNORECASE)
 _SLASHES = re.compile(r"[/\\]+")
 _INSTALLED = ("site-packages", "dist-packages")
 _OWN_LIBRARY = re.compile(r"python3(?:\.\d+)?")

@@ -6,6 +6,7 @@ from support.paths import TESTS
 from megatron_lite.analysis.kernels.kernel_names import taken_apart
 from megatron_lite.bundle.clean_records import clean_record
 from megatron_lite.bundle.known_words import is_known, read_known_words
+from megatron_lite.bundle.last_look import list_secrets
 from megatron_lite.bundle.names import Secret, Substitutes
 from megatron_lite.formats.run_record import RunRecord
 
@@ -132,3 +133,10 @@ def test_no_key_stays_however_plain_its_words_are(flag):
     found = clean_record(record, Substitutes())
     assert "dragon" not in str(found.command) and "dragon" not in str(found.environment)
     assert found.environment["OMP_NUM_THREADS"] == "4" and is_known("dragon")
+
+
+@pytest.mark.parametrize(
+    "name", ["BORG_PASSPHRASE", "HF_TOKEN", "SLACK_TOKENS", "API_KEY_2", "PGPASSWORD", "AWS_CREDENTIALS", "NPM_AUTH"]
+)
+def test_the_last_look_knows_every_kind_of_key(name):
+    assert list_secrets({name: "a1b2c3d4e5f6", "OMP_NUM_THREADS": "a1b2c3d4e5f6" * 2}).keys() == {"a1b2c3d4e5f6"}
