@@ -27,7 +27,6 @@ README = "README.md"
 MAX_BUNDLE_BYTES = 4 << 30  # of all files, unpacked
 MAX_BUNDLE_FILES = 20_000
 _COPY_BYTES = 1 << 20
-_GZIP = b"\x1f\x8b"
 # what a damaged archive makes its readers raise
 UNREADABLE = (
     OSError,

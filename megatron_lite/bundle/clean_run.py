@@ -66,7 +66,7 @@ def _clean_steps(source: Path, target: Path, names: Substitutes) -> None:
     encode = msgspec.json.Encoder().encode
     with open_foreign(source) as read, target.open("wb") as written:
         for text in read:
-            line: StepRecord | RanksRecord[RankInterval] | HardwareRecord | None
+            line: Line | None
             try:
                 line = decode(text)
             except (msgspec.MsgspecError, ValueError, RecursionError):

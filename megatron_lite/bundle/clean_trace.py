@@ -110,16 +110,13 @@ class _EventCleaner:
         return BundledEvent(
             ph=event.ph,
             cat=names.clean_name(category),
-            name=self._clean_label(event.name) if is_label else names.clean_name(event.name),
+            name=names.clean_label(event.name) if is_label else names.clean_name(event.name),
             pid=self._clean_id(event.pid),
             tid=self._clean_id(event.tid),
             ts=event.ts,
             dur=event.dur,
             args=self._clean_args(event.args or NO_ARGS),
         )
-
-    def _clean_label(self, text: str) -> str:
-        return self.names.clean_label(text)
 
     def _clean_id(self, given: Id) -> Id:
         return self.names.clean_label(given) if isinstance(given, str) else given
