@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_lite.cli.batch_systems import Job
-from megatron_lite.cli.launcher import PLACERS, count_ranks
+from megatron_lite.cli.launcher import MODULE, PLACERS, PROGRAM, count_ranks
 from megatron_lite.cli.parser import Parser
 from megatron_lite.cli.ranked_commands import find_script
 from megatron_lite.cli.recorded_runs import TRAINER
@@ -25,8 +25,6 @@ from megatron_lite.tune.ledger import Ledger
 from megatron_lite.tune.tuner import Bounds, Tuner
 from megatron_lite.tune.variant import TunedCommand
 
-TRAINER_SCRIPT = "pretrain_gpt.py"
-OWN_PACKAGE = "megatron_lite"
 OWN_COMMAND = ("megatron-lite", "train")
 MIN_STEPS_OF_RUN = 20  # the profiled window, and steps before and behind it
 
@@ -174,9 +172,9 @@ def _find_arguments(words: list[str]) -> tuple[int, bool]:
 
 def _is_trainer(script: Path) -> bool:
     """Whether a script is this package's pretrain_gpt.py, and not Megatron-LM's."""
-    if script.name != TRAINER_SCRIPT:
+    if script.name != PROGRAM:
         return False
     try:
-        return OWN_PACKAGE.encode() in read_foreign(script)
+        return MODULE.encode() in read_foreign(script)
     except OSError:
         return False

@@ -97,10 +97,9 @@ class VariantRunner:
         try:
             failure = self._run_to_its_end(wanted.settings, is_recorded, folder)
             wall_s = time.monotonic() - began
-            if not failure:
-                self._longest_s = max(self._longest_s, wall_s)
             if failure:
                 return msgspec.structs.replace(wanted, failure=failure, wall_s=wall_s)
+            self._longest_s = max(self._longest_s, wall_s)
             measured = read_measured(folder / "run", wanted, wall_s)
             if not is_recorded or measured.failure:
                 return measured

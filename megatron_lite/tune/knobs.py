@@ -10,13 +10,12 @@ from typing import Literal, TypeAlias
 import msgspec
 import yaml
 
-from megatron_lite.errors import UserError, first_line
+from megatron_lite.errors import UserError, describe_io_error, first_line
 from megatron_lite.formats.tune_ledger import KnobSetting
 from megatron_lite.shared_files import read_foreign_text
 
 TABLE = Path(__file__).with_name("trainer_knobs.tsv")
 MAX_FILE_BYTES = 2**20
-ANY_LOSSES = "changed"
 KnobValue: TypeAlias = bool | int | float | str
 
 
@@ -25,7 +24,7 @@ class LossEffect(str, enum.Enum):
 
     BIT_EQUAL = "bit-equal"
     ROUNDING = "rounding"  # another order of sums
-    CHANGED = ANY_LOSSES  # the file's author says so: losses are not compared
+    CHANGED = "changed"  # the file's author says so: losses are not compared
 
     def __str__(self) -> str:
         return self.value
@@ -123,7 +122,7 @@ def read_knobs(path: str, known_findings: frozenset[str]) -> tuple[KnobFile, str
         text = read_foreign_text(path, MAX_FILE_BYTES)
         found = msgspec.convert(yaml.safe_load(text) or {}, KnobFile)
     except OSError as error:
-        raise UserError(f"--knobs {path}: cannot be read ({error.strerror or error}); name another file.") from None
+        raise UserError(f"--knobs {path}: cannot be read ({describe_io_error(error)}); name another file.") from None
     except (msgspec.ValidationError, yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"--knobs {path}: {first_line(error)}; {remedy}.") from None
     for knob in found.knobs:

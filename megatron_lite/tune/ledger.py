@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
-from megatron_lite.errors import UserError
+from megatron_lite.errors import UserError, describe_io_error
 from megatron_lite.formats.tune_ledger import (
     LedgerLine,
     MeasuredRun,
@@ -92,8 +92,12 @@ class Ledger:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            why = error.strerror or error
-            raise UserError(f"--ledger {self.path}: cannot be written ({why}); name another file.") from None
+            raise _refuse(self.path, "cannot be written", error) from None
+
+
+def _refuse(path: Path, what: str, error: OSError) -> UserError:
+    """Make the error of a ledger that the system does not let be read or written."""
+    return UserError(f"--ledger {path}: {what} ({describe_io_error(error)}); name another file.")
 
 
 def _identify(run: MeasuredRun) -> tuple[str, int, int, Settings]:
@@ -104,13 +108,11 @@ def _identify(run: MeasuredRun) -> tuple[str, int, int, Settings]:
 def _read_content(path: Path) -> bytes:
     """Read a file; b"" where there is none."""
     try:
-        if not path.exists():
-            return b""
-        if path.stat().st_size > MAX_LEDGER_BYTES:
-            raise UserError(f"--ledger {path}: is larger than a ledger is; name another file.")
         return read_foreign(path, MAX_LEDGER_BYTES)
+    except FileNotFoundError:
+        return b""
     except OSError as error:
-        raise UserError(f"--ledger {path}: cannot be read ({error.strerror or error}); name another file.") from None
+        raise _refuse(path, "cannot be read", error) from None
 
 
 def _decode_lines(path: Path, content: bytes) -> Iterator[LedgerLine]:
@@ -131,7 +133,7 @@ def _drop_cut_line(path: Path, content: bytes) -> None:
     try:
         os.truncate(path, len(content) - len(cut))
     except OSError as error:
-        raise UserError(f"--ledger {path}: cannot be written ({error.strerror or error}); name another file.") from None
+        raise _refuse(path, "cannot be written", error) from None
 
 
 def _find_other(first: LedgerLine | None, request: TuneRequest) -> str:
