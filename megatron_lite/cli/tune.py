@@ -51,11 +51,18 @@ def run(argv: list[str]) -> int:
     )
     from megatron_lite.cli.tuned_runs import VariantRunner
     from megatron_lite.report.text import get_style
-    from megatron_lite.report.tune_terminal import tune_lines
+    from megatron_lite.report.tune_terminal import describe_progress, tune_lines
 
     with tempfile.TemporaryDirectory(prefix="megatron-lite-tune-") as folder:
         runner = VariantRunner(command, knobs.short, options.steps, Path(folder), bounds.seconds)
-        tuner = Tuner(command, knobs.knobs, bounds, ledger, runner.run, lambda line: print_lines([f"tune: {line}"]))
+        tuner = Tuner(
+            command,
+            knobs.knobs,
+            bounds,
+            ledger,
+            runner.run,
+            tell=lambda told: print_lines([f"tune: {describe_progress(told)}"]),
+        )
         with ending_runs():
             trials, outcome = tuner.tune()
     print_lines(["", *tune_lines(trials, outcome, get_style(sys.stdout))])

@@ -1,8 +1,8 @@
-"""Draws what `megatron-lite tune` tried, and the command to use."""
+"""Draws what `megatron-lite tune` tries, and the command to use."""
 
 from collections.abc import Sequence
 
-from megatron_lite.formats.tune_ledger import Settings, TuneOutcome, TuneTrial
+from megatron_lite.formats.tune_ledger import MeasuredRun, Settings, TuneOutcome, TuneTrial, describe_settings
 from megatron_lite.report.section import Section, Table, section_lines
 from megatron_lite.report.text import Style, milliseconds, wrapped
 from megatron_lite.units import counted, duration
@@ -28,6 +28,21 @@ def tune_lines(trials: Sequence[TuneTrial], outcome: TuneOutcome, style: Style) 
             if trial.reason:
                 lines += wrapped(f"{trial.number}: {trial.reason}", "  ")
     return [*lines, "", outcome.command]
+
+
+def describe_progress(told: TuneTrial | MeasuredRun) -> str:
+    """Write, in a line, what is told while tuning goes on.
+
+    Args:
+        told: a change that was tried, or a recording of the changed command that failed.
+    """
+    if isinstance(told, MeasuredRun):
+        return f"recording the changed command failed: {told.failure}"
+    line = f"{told.number}. {describe_settings(told.change)} ({told.code}): {told.result.value}"
+    if told.before_ms is not None and told.after_ms is not None:
+        noise = "noise unknown" if told.noise_ms is None else f"noise {milliseconds(told.noise_ms)} ms"
+        line += f", {milliseconds(told.before_ms)} -> {milliseconds(told.after_ms)} ms ({noise})"
+    return f"{line}; {told.reason}" if told.reason else line
 
 
 def judge_tuning(outcome: TuneOutcome) -> str:

@@ -12,7 +12,6 @@ from megatron_lite.formats.tune_ledger import (
     TrialResult,
     TuneOutcome,
     TuneTrial,
-    describe_settings,
 )
 from megatron_lite.tune.candidates import ProposedChange, combine, list_candidates
 from megatron_lite.tune.judge_trial import is_faster, judge_runs, pair_runs
@@ -55,7 +54,7 @@ class Tuner:
         bounds: Bounds,
         ledger: Ledger,
         run: RunVariant,
-        tell: Callable[[str], None],
+        tell: Callable[[TuneTrial | MeasuredRun], None],
     ):
         """Take all that tuning needs.
 
@@ -65,7 +64,7 @@ class Tuner:
             bounds: how far it goes.
             ledger: is given every run and trial, and has those of before.
             run: runs a variant, and measures it.
-            tell: is told of each trial, in a line.
+            tell: is told of each trial, and of a recording that failed.
         """
         self._command = command
         self._declared = declared
@@ -124,7 +123,7 @@ class Tuner:
         if run.failure and not self._kept:
             raise UserError(f"megatron-lite tune: the command cannot be measured: {run.failure}")
         if run.failure:
-            self._tell(f"recording the changed command failed: {run.failure}")
+            self._tell(run)
         return run.findings
 
     def _try(self, candidate: ProposedChange) -> bool:
@@ -148,7 +147,7 @@ class Tuner:
         )
         self._trials.append(trial)
         self._ledger.add(trial)
-        self._tell(describe_trial(trial))
+        self._tell(trial)
         if trial.result is not TrialResult.KEPT:
             return False
         self._kept = settings
@@ -219,12 +218,3 @@ class Tuner:
         else:
             self._timed_s = max(self._timed_s, run.wall_s)
         return run
-
-
-def describe_trial(trial: TuneTrial) -> str:
-    """Write what became of a change, in a line."""
-    line = f"{trial.number}. {describe_settings(trial.change)} ({trial.code}): {trial.result.value}"
-    if trial.before_ms is not None and trial.after_ms is not None:
-        noise = "noise unknown" if trial.noise_ms is None else f"noise {trial.noise_ms:.1f} ms"
-        line += f", {trial.before_ms:.1f} -> {trial.after_ms:.1f} ms ({noise})"
-    return f"{line}; {trial.reason}" if trial.reason else line

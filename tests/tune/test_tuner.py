@@ -18,7 +18,7 @@ from megatron_lite.cli.tune import ending_runs, read_tuned_command
 from megatron_lite.errors import UserError
 from megatron_lite.formats.tune_ledger import MeasuredRun, TrialResult, TuneOutcome, TuneRequest, TuneTrial, decode_line
 from megatron_lite.report.text import Style
-from megatron_lite.report.tune_terminal import tune_lines
+from megatron_lite.report.tune_terminal import describe_progress, tune_lines
 from megatron_lite.tune.knobs import NO_KNOBS, DeclaredKnob, LossEffect, list_variables
 from megatron_lite.tune.ledger import Ledger
 from megatron_lite.tune.tuner import Bounds, Tuner
@@ -31,11 +31,16 @@ BOUNDS = Bounds(trials=20, seconds=None, rounds=3, tolerance=1e-3)
 
 
 def tune(
-    path, runs: MadeRuns, command: TunedCommand | None = None, declared=(), bounds: Bounds = BOUNDS
+    path,
+    runs: MadeRuns,
+    command: TunedCommand | None = None,
+    declared=(),
+    bounds: Bounds = BOUNDS,
+    tell=lambda told: None,
 ) -> tuple[list[TuneTrial], TuneOutcome]:
     command = command or trainer()
     request = TuneRequest(command=command.words, steps=20, rounds=bounds.rounds, tolerance=bounds.tolerance)
-    tuner = Tuner(command, declared, bounds, Ledger(path, request), runs.run, lambda line: None)
+    tuner = Tuner(command, declared, bounds, Ledger(path, request), runs.run, tell)
     return tuner.tune()
 
 
@@ -273,6 +278,17 @@ def test_the_table_has_everything_that_was_tried(tmp_path):
     assert lines[0].startswith("50%") and trials[1].reason in text
     unchanged = TuneOutcome(command="x", reason="nothing", wall_s=1.0)
     assert tune_lines([], unchanged, Style())[0] == wording("tune/stays", "nothing")
+
+
+def test_progress_has_the_figures_of_short_steps(tmp_path):
+    told = []
+    runs = MadeRuns([LOGGING, WORKERS], lambda given: 0.08 if given else 0.1, failing="--num-workers")
+    trials, _ = tune(tmp_path / "ledger", runs, tell=told.append)
+    assert told == trials
+    assert " -> 0.08" in describe_progress(told[0])
+    assert describe_progress(told[1]).endswith(trials[1].reason)
+    failed = MeasuredRun(purpose="record", number=1, wall_s=1.0, failure="exit code 2")
+    assert failed.failure in describe_progress(failed)
 
 
 @pytest.mark.parametrize("content", ["first\nlast", "only", "\n", '{"kind": "request"}'])
