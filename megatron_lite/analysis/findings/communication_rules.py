@@ -28,6 +28,7 @@ from megatron_lite.analysis.graph.edits.buckets import resize_buckets
 from megatron_lite.analysis.graph.edits.links import change_link
 from megatron_lite.analysis.graph.edits.overlap import overlap_collectives
 from megatron_lite.analysis.graph.edits.straggler import level_rank
+from megatron_lite.analysis.graph.edits.transfers import SUMMED_IN
 from megatron_lite.analysis.graph.graph import Graph
 from megatron_lite.analysis.intervals import Flags, Integers, Numbers
 from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts, in_ms
@@ -46,7 +47,6 @@ from megatron_lite.variables import MORE_QUEUES, QUEUES, has_needless_order
 # --- gradients
 
 NS_PER_MS = 1e6
-REDUCED_IN = (Phase.BACKWARD.value, Phase.GRAD_SYNC.value)
 
 
 def _find_reductions(facts: Facts, one: RankFacts) -> Integers:
@@ -58,7 +58,7 @@ def _find_reductions(facts: Facts, one: RankFacts) -> Integers:
     """
     if facts.splits_model:
         return np.empty(0, np.int64)
-    return one.in_phases(find_rows_for(one, (Purpose.GRADIENTS, Purpose.REST)), *REDUCED_IN)
+    return one.in_phases(find_rows_for(one, (Purpose.GRADIENTS, Purpose.REST)), *SUMMED_IN)
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ def find_no_overlap(facts: Facts, one: RankFacts) -> Finding | Observation:
 
 def _overlap_reduction(graph: Graph) -> Graph:
     """Let gradients be reduced beside backward, and only the update wait for them."""
-    return overlap_collectives(graph, graph.find_phase(*REDUCED_IN))
+    return overlap_collectives(graph, graph.find_phase(*SUMMED_IN))
 
 
 def _advise_buckets(facts: Facts) -> Remedy:

@@ -87,8 +87,7 @@ def find_unfused_optimizer(facts: Facts, one: RankFacts) -> Finding | Observatio
 def _fuse_update(graph: Graph) -> Graph:
     """Let the update call each operator once per step, and read and write its tensors in one pass."""
     phases = [phase for phase in graph.phases if OPTIMIZER_PHASE.search(phase)]
-    on_device = any(boundary.on_device for boundary in graph.boundaries)
-    fuse = fuse_operators if on_device else fuse_update
+    fuse = fuse_operators if graph.on_device else fuse_update
     for phase in phases:
         graph = fuse(graph, phase)
     kernels = graph.find_phase(*phases) & graph.find_kind(ActivityKind.KERNEL)

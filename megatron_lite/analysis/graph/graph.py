@@ -121,6 +121,11 @@ class Graph:
     floor_ns: float = 0.0  # a step takes at least so long, for what is not drawn as activities
     beside_ns: float = 0.0  # the mean step takes so much longer, for what only some steps do, as saving
 
+    @property
+    def on_device(self) -> bool:
+        """Whether a device computes the steps of any rank."""
+        return any(boundary.on_device for boundary in self.boundaries)
+
     @cached_property
     def rank(self) -> NDArray[np.int32]:
         """The rank of each activity, as in Lane: int32 [n]."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from megatron_lite.analysis.graph.graph import ActivityKind, Graph
 from megatron_lite.analysis.graph.reduced_window import NEVER, ReducedWindow
-from megatron_lite.analysis.intervals import Integers
+from megatron_lite.analysis.intervals import Flags, Integers
 
 MAX_PASSES = 12
 SETTLED = 0.001  # of a pass, by which the next one may differ
@@ -35,6 +35,12 @@ class StepWindow:
     def steps(self) -> int:
         """How many steps it has."""
         return self.last - self.first + 1
+
+    def find_inside(self, graph: Graph) -> Flags:
+        """Tell for each activity of the graph (bool [n]) whether it is replayed."""
+        inside = np.zeros(len(graph.activities), bool)
+        inside[self.places] = True
+        return inside
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,7 @@ def find_window(graph: Graph) -> StepWindow | None:
     if not repeats and len(longest) > 1:
         longest = longest[1:]
         repeats = True
-    repeats = repeats and any(boundary.on_device for boundary in graph.boundaries)
+    repeats = repeats and graph.on_device
     step = graph.activities.step
     first = longest[0]
     last = longest[-1]
@@ -368,8 +374,7 @@ def _find_steps_back(found: Replay) -> tuple[Integers, Integers]:
     lag_ns = np.append(graph.edges.lag_ns, 0)[found.binding]
     waited_ns = np.where(has_waited, graph.activities.delay_ns + lag_ns, 0)
     own_ns = found.end_ns - found.start_ns + waited_ns
-    is_inside = np.zeros(len(graph.activities), bool)
-    is_inside[found.window.places] = True
+    is_inside = found.window.find_inside(graph)
     before = np.where(is_inside[source], source, found.stand_in[source])
     return own_ns, np.where(has_waited, before, -1)
 

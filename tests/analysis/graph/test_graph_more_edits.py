@@ -8,7 +8,6 @@ from support.graphs import make_graph, run, step_us
 from support.trace_maker import GLOO, MadeTrace, cpu_run, gpu_run, place
 
 from megatron_lite.analysis.graph.edits.buckets import (
-    find_gradient_sums,
     fit_transfers,
     merge_collectives,
     resize_buckets,
@@ -27,6 +26,7 @@ from megatron_lite.analysis.graph.edits.saving import (
     save_in_thread,
 )
 from megatron_lite.analysis.graph.edits.stages import move_layers
+from megatron_lite.analysis.graph.edits.transfers import find_gradient_sums
 from megatron_lite.analysis.graph.graph import ActivityKind
 from megatron_lite.analysis.graph.recomputation import ENGINE
 from megatron_lite.analysis.graph.replay import check_replay

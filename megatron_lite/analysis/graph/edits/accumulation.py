@@ -2,13 +2,9 @@
 
 import numpy as np
 
-from megatron_lite.analysis.graph.edits.change import drop_delays, drop_edges, find_arrivals, set_work
-from megatron_lite.analysis.graph.edits.cores import give_back_cores
-from megatron_lite.analysis.graph.graph import ActivityKind, EdgeKind, Graph
+from megatron_lite.analysis.graph.edits.transfers import find_gradient_sums, leave_out_transfers, list_by_step
+from megatron_lite.analysis.graph.graph import Graph
 from megatron_lite.analysis.intervals import Integers
-from megatron_lite.phases import Phase
-
-SUMMED_IN = (Phase.BACKWARD.value, Phase.GRAD_SYNC.value)
 
 
 def sum_gradients_once(graph: Graph, micro_batches: int) -> Graph:
@@ -20,29 +16,13 @@ def sum_gradients_once(graph: Graph, micro_batches: int) -> Graph:
         graph: the graph.
         micro_batches: how many backward passes a step has, each of which sums all gradients.
     """
-    sums = _find_early_sums(graph, micro_batches)
-    parts = np.union1d(sums, find_arrivals(graph, sums))
-    graph = give_back_cores(graph, sums)
-    graph = drop_delays(set_work(graph, parts, 0), parts)
-    meetings = graph.find_edges(EdgeKind.MEETING)
-    is_early = np.isin(graph.edges.target[meetings], sums)
-    return drop_edges(graph, meetings[is_early])
+    return leave_out_transfers(graph, _find_early_sums(graph, micro_batches))
 
 
 def _find_early_sums(graph: Graph, micro_batches: int) -> Integers:
     """Find the transfers of sums of gradients before the last micro-batch, in order."""
-    in_phases = np.zeros(len(graph.activities), bool)
-    for phase in SUMMED_IN:
-        in_phases |= graph.find_phase(phase)
-    sums = np.flatnonzero(in_phases & graph.find_kind(ActivityKind.TRANSFER))
-    rank = graph.rank[sums].astype(np.int64)
-    step = graph.activities.step[sums].astype(np.int64)
-    keys = np.stack([rank, step])
-    found, group = np.unique(keys, axis=1, return_inverse=True)
-    early = [sums[:0]]
-    for number in range(found.shape[1]):
-        is_mine = group.ravel() == number
-        mine = sums[is_mine]
-        kept = len(mine) // micro_batches
-        early.append(mine[: len(mine) - kept])
+    early: list[Integers] = [np.empty(0, np.int64)]
+    for sums in list_by_step(graph, find_gradient_sums(graph)):
+        kept = len(sums) // micro_batches
+        early.append(sums[: len(sums) - kept])
     return np.sort(np.concatenate(early))

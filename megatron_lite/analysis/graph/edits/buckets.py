@@ -6,15 +6,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_lite.analysis.graph.edits.accumulation import SUMMED_IN
 from megatron_lite.analysis.graph.edits.change import (
     add_edges,
-    drop_delays,
     drop_edges,
     find_arrivals,
     set_work,
 )
-from megatron_lite.analysis.graph.edits.cores import give_back_cores
+from megatron_lite.analysis.graph.edits.transfers import find_gradient_sums, leave_out_transfers, list_by_step
 from megatron_lite.analysis.graph.graph import ON_DEVICE, ON_HOST, ActivityKind, EdgeKind, Graph
 from megatron_lite.analysis.intervals import Flags, Integers
 from megatron_lite.phases import Phase
@@ -129,7 +127,7 @@ def sum_in_backward(
     calls = graph.find_edges(EdgeKind.CALL, EdgeKind.LAUNCH, EdgeKind.EVENT)
     is_called_late = np.isin(graph.edges.target[calls], arrivals)
     graph = drop_edges(graph, calls[is_called_late])
-    for buckets in _list_by_step(graph, chosen):
+    for buckets in list_by_step(graph, chosen):
         last = find_arrivals(graph, buckets[-1:])
         backward = _find_last_of_backward(graph, int(buckets[-1]))
         graph = add_edges(graph, backward, last[: len(backward)], EdgeKind.CALL)
@@ -139,7 +137,7 @@ def sum_in_backward(
 def _find_last_of_backward(graph: Graph, transfer: int) -> Integers:
     """Find the last activity of backward in the step and on the rank of a transfer: int64 [1]; [0] for none."""
     activities = graph.activities
-    kinds = ON_DEVICE if any(boundary.on_device for boundary in graph.boundaries) else ON_HOST
+    kinds = ON_DEVICE if graph.on_device else ON_HOST
     is_same = (activities.step == activities.step[transfer]) & (graph.rank == graph.rank[transfer])
     is_backward = graph.find_phase(Phase.BACKWARD.value) & graph.find_kind(*kinds)
     return np.flatnonzero(is_same & is_backward)[-1:]
@@ -184,28 +182,6 @@ def _set_bytes(graph: Graph, merged: _Merged) -> Graph:
     num_bytes[merged.left_out] = 0
     num_bytes[merged.kept] = merged.num_bytes
     return replace(graph, activities=replace(graph.activities, num_bytes=num_bytes))
-
-
-def find_gradient_sums(graph: Graph) -> Flags:
-    """Tell for each activity (bool [n]) whether it transfers a sum of gradients."""
-    in_phases = np.zeros(len(graph.activities), bool)
-    for phase in SUMMED_IN:
-        in_phases |= graph.find_phase(phase)
-    return np.logical_and(in_phases, graph.find_kind(ActivityKind.TRANSFER))
-
-
-def _list_by_step(
-    graph: Graph,
-    chosen: Flags,
-) -> Iterator[Integers]:
-    """List the chosen transfers of each rank and step, in their order."""
-    sums = np.flatnonzero(chosen)
-    keys = np.stack([graph.rank[sums], graph.activities.step[sums]])
-    _, group = np.unique(keys, axis=1, return_inverse=True)
-    group = group.ravel()
-    for number in range(int(group.max(initial=-1)) + 1):
-        is_mine = group == number
-        yield sums[is_mine]
 
 
 def _group(
@@ -253,7 +229,7 @@ def _merge_neighbors(
     kept = []
     sizes = []
     left_out: list[Integers] = [np.empty(0, np.int64)]
-    for buckets in _list_by_step(graph, chosen):
+    for buckets in list_by_step(graph, chosen):
         num_bytes = graph.activities.num_bytes[buckets]
         for group in _group(num_bytes, bucket_bytes, first_bytes):
             kept.append(buckets[group][-1])
@@ -273,16 +249,12 @@ def _leave_out(
         transfers: in order.
     """
     arrivals = find_arrivals(graph, transfers)
-    calls = find_calls(graph, arrivals)
-    graph = give_back_cores(graph, transfers)
-    graph = set_work(graph, np.concatenate([transfers, arrivals, calls]), 0)
-    graph = drop_delays(graph, np.concatenate([transfers, arrivals]))
-    meetings = graph.find_edges(EdgeKind.MEETING)
-    is_left_out = np.isin(graph.edges.target[meetings], transfers)
-    return drop_edges(graph, meetings[is_left_out])
+    calls = _find_calls(graph, arrivals)
+    graph = leave_out_transfers(graph, transfers)
+    return set_work(graph, calls, 0)
 
 
-def find_calls(graph: Graph, arrivals: Integers) -> Integers:
+def _find_calls(graph: Graph, arrivals: Integers) -> Integers:
     """Find what a thread does to hand collectives over to a backend: int64, at most one for each.
 
     Args:
@@ -355,7 +327,7 @@ def _split(
 def _describe_buckets(graph: Graph, chosen: Flags) -> Iterator[_Bucket]:
     """Describe the transfers that take any time, step by step."""
     ready_of = _find_ready(graph)
-    for buckets in _list_by_step(graph, chosen):
+    for buckets in list_by_step(graph, chosen):
         mine = buckets[graph.activities.work_ns[buckets] > 0]
         arrivals = find_arrivals(graph, mine)
         before = -1

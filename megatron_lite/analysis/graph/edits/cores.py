@@ -20,10 +20,9 @@ def give_back_cores(graph: Graph, left_out: Integers) -> Graph:
         left_out: numbers of transfers.
     """
     window = find_window(graph)
-    if window is None or any(boundary.on_device for boundary in graph.boundaries):
+    if window is None or graph.on_device:
         return graph
-    inside = np.zeros(len(graph.activities), bool)
-    inside[window.places] = True
+    inside = window.find_inside(graph)
     transfers = inside & graph.find_kind(ActivityKind.TRANSFER)
     is_left = transfers.copy()
     is_left[left_out] = False

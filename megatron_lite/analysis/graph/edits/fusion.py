@@ -103,7 +103,7 @@ def fuse_update(graph: Graph, phase: str) -> Graph:
         graph: the graph.
         phase: its name.
     """
-    if any(boundary.on_device for boundary in graph.boundaries):
+    if graph.on_device:
         return graph
     names = [_name_formula(name) for name in graph.names]
     in_phase = graph.find_phase(phase)

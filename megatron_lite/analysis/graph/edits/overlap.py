@@ -23,9 +23,7 @@ def overlap_collectives(graph: Graph, chosen: Flags) -> Graph:
         graph: a graph whose phases name the update.
         chosen: [n], transfers of collectives of gradients.
     """
-    late = np.zeros(len(graph.activities), bool)
-    for phase in LATE_PHASES:
-        late |= graph.find_phase(phase)
+    late = graph.find_phase(*LATE_PHASES)
     transfers = np.flatnonzero(chosen & graph.find_kind(ActivityKind.TRANSFER))
     updates = _find_updates(graph, late)
     if not len(transfers) or not len(updates):
@@ -104,7 +102,7 @@ def _chain(graph: Graph, moved: _Moved) -> Graph:
 
 def _find_updates(graph: Graph, late: Flags) -> Integers:
     """Find the first activity of each step's update on each rank: on the device, else on the host."""
-    kinds = ON_DEVICE if any(boundary.on_device for boundary in graph.boundaries) else ON_HOST
+    kinds = ON_DEVICE if graph.on_device else ON_HOST
     numbers = np.flatnonzero(late & graph.find_kind(*kinds))
     is_first = find_firsts(graph, numbers)
     return numbers[is_first]

@@ -175,10 +175,9 @@ def _scale_saving(
 
 def _find_inner_saving(graph: Graph) -> Flags:
     """Tell for each activity (bool [n]) whether it saves, within steps that are replayed."""
-    saves = graph.find_phase(Phase.SAVE.value) & graph.find_kind(*ON_HOST)
-    inside = np.zeros(len(graph.activities), bool)
     window = find_window(graph)
-    if window is not None:
-        inside[window.places] = True
-    found: Flags = saves & inside
+    if window is None:
+        return np.zeros(len(graph.activities), bool)
+    saves = graph.find_phase(Phase.SAVE.value) & graph.find_kind(*ON_HOST)
+    found: Flags = saves & window.find_inside(graph)
     return found

@@ -31,8 +31,7 @@ def move_layers(
     if window is None or len(layers) != len(graph.boundaries):
         return graph
     works = graph.find_kind(ActivityKind.OPERATOR, ActivityKind.PYTHON, *ON_DEVICE)
-    inside = np.zeros(len(graph.activities), bool)
-    inside[window.places] = True
+    inside = window.find_inside(graph)
     most = int(np.argmax(layers))
     work_ns = graph.activities.work_ns
     for phase in COMPUTED_IN:
