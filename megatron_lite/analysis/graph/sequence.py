@@ -41,11 +41,6 @@ class OrderedGains:
     order: tuple[Gain, ...]
 
 
-def order_gains(graph: Graph, edits: Sequence[NamedEdit]) -> tuple[Gain, ...]:
-    """Order edits; see measure_gains."""
-    return measure_gains(graph, edits).order
-
-
 def measure_gains(graph: Graph, edits: Sequence[NamedEdit]) -> OrderedGains:
     """Order edits: first the one that saves most alone, then the one that saves most on top of it, and so on.
 

@@ -18,7 +18,7 @@ from megatron_lite.analysis.graph.edits.overlap import overlap_collectives
 from megatron_lite.analysis.graph.edits.straggler import level_rank
 from megatron_lite.analysis.graph.edits.syncs import drop_syncs, find_resumed
 from megatron_lite.analysis.graph.graph import ActivityKind, Graph
-from megatron_lite.analysis.graph.sequence import NamedEdit, order_gains
+from megatron_lite.analysis.graph.sequence import NamedEdit, measure_gains
 
 
 def make_small_kernels() -> MadeTrace:
@@ -233,7 +233,7 @@ def test_edits_follow_each_other_without_negative_times(name, tmp_path):
 @pytest.mark.parametrize("name", RUNS)
 def test_gains_in_order_add_up(name, tmp_path):
     graph = make_graph(tmp_path, *RUNS[name]())
-    gains = order_gains(graph, [NamedEdit(what, edit) for what, edit in EDITS.items()])
+    gains = measure_gains(graph, [NamedEdit(what, edit) for what, edit in EDITS.items()]).order
     before_ms = step_us(graph) / 1e3
     assert gains
     assert sum(gain.ms for gain in gains) == pytest.approx(before_ms - gains[-1].step_ms, abs=1e-9)
@@ -248,11 +248,11 @@ def test_an_edit_that_another_one_makes_needless_is_left_out(tmp_path):
     """Two ways to the same gain: the second saves nothing on top of the first."""
     graph = make_graph(tmp_path, make_syncing())
     edits = [NamedEdit(what, EDITS["syncs"]) for what in ("one", "other")]
-    gains = order_gains(graph, edits)
+    gains = measure_gains(graph, edits).order
     assert [gain.name for gain in gains] == ["one"]
     assert gains[0].ms == pytest.approx(0.2, rel=0.02)
 
 
 def test_without_a_steady_step_no_edit_gains_anything(tmp_path):
     graph = replace(make_graph(tmp_path, make_syncing()), boundaries=())
-    assert order_gains(graph, [NamedEdit("syncs", EDITS["syncs"])]) == ()
+    assert measure_gains(graph, [NamedEdit("syncs", EDITS["syncs"])]).order == ()

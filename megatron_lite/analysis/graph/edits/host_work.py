@@ -4,6 +4,7 @@ from collections.abc import Collection
 
 from megatron_lite.analysis.graph.edits.change import measure_most_per_step, raise_floor, set_work
 from megatron_lite.analysis.graph.graph import ActivityKind, Graph
+from megatron_lite.analysis.intervals import Flags
 
 
 def move_to_thread(graph: Graph, phase: str) -> Graph:
@@ -18,8 +19,7 @@ def move_to_thread(graph: Graph, phase: str) -> Graph:
     """
     kinds = (ActivityKind.OPERATOR, ActivityKind.PYTHON, ActivityKind.NAMED)
     moved = graph.find_phase(phase) & graph.find_kind(*kinds)
-    thread_ns = measure_most_per_step(graph, moved)
-    return raise_floor(set_work(graph, moved, 0), thread_ns)
+    return _move(graph, moved)
 
 
 def move_stretches_to_thread(
@@ -39,5 +39,10 @@ def move_stretches_to_thread(
     """
     is_long = graph.activities.work_ns >= least_ns
     moved = graph.find_phase(*phases) & graph.find_kind(ActivityKind.PYTHON) & is_long
+    return _move(graph, moved)
+
+
+def _move(graph: Graph, moved: Flags) -> Graph:
+    """Take work off the host; a step takes at least what another thread needs for it."""
     thread_ns = measure_most_per_step(graph, moved)
     return raise_floor(set_work(graph, moved, 0), thread_ns)
