@@ -1,8 +1,10 @@
 """Protobuf messages of equal form, written by the column: n messages at once, whose fields are arrays."""
 
+import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,16 +45,58 @@ def bytes_field(number: int, value: bytes | str) -> bytes:
     return tag(number, LENGTH_DELIMITED) + varint(len(content)) + content
 
 
+class Column(abc.ABC):
+    """A field of some of n messages, written for all of them at once."""
+
+    number: int
+    present: Flags | None  # [n]; None: all have it
+    wire: ClassVar[int]  # how the field is written
+
+    @property
+    @abc.abstractmethod
+    def _sizes(self) -> Integers:
+        """Bytes of the field behind its tag: int64 [n]; of an absent one anything."""
+
+    @abc.abstractmethod
+    def _write_content(
+        self,
+        out: NDArray[np.uint8],
+        at: Integers,
+        rows: Integers,
+    ) -> None:
+        """Write what stands behind the tags to its places. at, rows: [k], those of the messages that have the field."""
+
+    def measure(self) -> Integers:
+        """Measure the field of each message, bytes: int64 [n]; 0 where it is absent."""
+        whole = self._sizes + len(tag(self.number, self.wire))
+        return whole if self.present is None else np.where(self.present, whole, 0)
+
+    def write(
+        self,
+        out: NDArray[np.uint8],
+        at: Integers,
+    ) -> None:
+        """Write the field of each message to its place in `out`. at: [n]."""
+        count = len(self._sizes)
+        rows = np.arange(count) if self.present is None else np.flatnonzero(self.present)
+        behind = at[rows]
+        for byte in tag(self.number, self.wire):
+            out[behind] = byte
+            behind = behind + 1
+        self._write_content(out, behind, rows)
+
+
 @dataclass(frozen=True)
-class VarintColumn:
+class VarintColumn(Column):
     """A field with a whole number in some of n messages."""
 
     number: int
     values: Integers  # [n], at least 0
     present: Flags | None = None  # [n]; None: all have it
+    wire: ClassVar[int] = VARINT
 
     @cached_property
-    def _lengths(self) -> Integers:
+    def _sizes(self) -> Integers:
         """Bytes of each number: int64 [n]."""
         lengths = np.ones(len(self.values), np.int64)
         for digits in range(1, MAX_DIGITS):
@@ -60,100 +104,84 @@ class VarintColumn:
             lengths += self.values >= limit
         return lengths
 
-    def measure(self) -> Integers:
-        """Measure the field of each message, bytes: int64 [n]."""
-        before = len(tag(self.number, VARINT))
-        return _keep_present(self._lengths + before, self.present)
-
-    def write(
+    def _write_content(
         self,
         out: NDArray[np.uint8],
         at: Integers,
+        rows: Integers,
     ) -> None:
-        """Write the field of each message to its place in `out`. at: [n]."""
-        rows = _list_present(self.present, len(self.values))
-        before = tag(self.number, VARINT)
-        behind = _write_tag(out, at[rows], before)
+        """Write the numbers in 7 bits per byte."""
         values = self.values[rows].astype(np.int64)
-        lengths = self._lengths[rows]
-        _write_varints(out, behind, values, lengths)
+        lengths = self._sizes[rows]
+        for place in range(int(lengths.max(initial=0))):
+            here = np.flatnonzero(lengths > place)
+            shifted = values[here] >> (7 * place)
+            low = shifted & LOW_BITS
+            goes_on = lengths[here] > place + 1
+            out[at[here] + place] = np.where(goes_on, low | GOES_ON, low)
 
 
 @dataclass(frozen=True)
-class Fixed64Column:
+class Fixed64Column(Column):
     """A field with 8 bytes in some of n messages: a whole number, or a float64."""
 
     number: int
     values: Integers | Numbers  # [n]
     present: Flags | None = None  # [n]; None: all have it
+    wire: ClassVar[int] = FIXED64
 
-    def measure(self) -> Integers:
-        """Measure the field of each message, bytes: int64 [n]."""
-        before = len(tag(self.number, FIXED64))
-        sizes = np.full(len(self.values), before + 8)
-        return _keep_present(sizes, self.present)
+    @cached_property
+    def _sizes(self) -> Integers:
+        """Bytes of each value, 8: int64 [n]."""
+        return np.full(len(self.values), 8)
 
-    def write(
+    def _write_content(
         self,
         out: NDArray[np.uint8],
         at: Integers,
+        rows: Integers,
     ) -> None:
-        """Write the field of each message to its place in `out`. at: [n]."""
-        rows = _list_present(self.present, len(self.values))
-        before = tag(self.number, FIXED64)
-        behind = _write_tag(out, at[rows], before)
+        """Write the 8 bytes of each value."""
         kind = "<f8" if self.values.dtype.kind == "f" else "<i8"
         values = self.values[rows].astype(kind)
         content = values.view(np.uint8).reshape(-1, 8)
         for place in range(8):
-            out[behind + place] = content[:, place]
+            out[at + place] = content[:, place]
 
 
 @dataclass(frozen=True)
-class MessageColumn:
+class MessageColumn(Column):
     """A field with a message in some of n messages."""
 
     number: int
-    fields: "Sequence[Column]"  # where the message is absent, so are they
+    fields: Sequence[Column]  # where the message is absent, so are they
     present: Flags | None = None  # [n]; None: all have it
-
-    @cached_property
-    def _inner(self) -> Integers:
-        """Bytes of each inner message: int64 [n]."""
-        sizes = [column.measure() for column in self.fields]
-        inner: Integers = np.sum(sizes, axis=0)
-        return inner
+    wire: ClassVar[int] = LENGTH_DELIMITED
 
     @cached_property
     def _length(self) -> VarintColumn:
         """The lengths of the inner messages, as what stands before them."""
-        return VarintColumn(self.number, self._inner)
+        inner: Integers = np.sum([column.measure() for column in self.fields], axis=0)
+        return VarintColumn(self.number, inner)
 
-    def measure(self) -> Integers:
-        """Measure the field of each message, bytes: int64 [n]."""
-        # the tag of a message takes as many bytes as that of a number
-        before = self._length.measure()
-        return _keep_present(before + self._inner, self.present)
+    @cached_property
+    def _sizes(self) -> Integers:
+        """Bytes of each inner message and of its length: int64 [n]."""
+        return self._length._sizes + self._length.values
 
-    def write(
+    def _write_content(
         self,
         out: NDArray[np.uint8],
         at: Integers,
+        rows: Integers,
     ) -> None:
-        """Write the field of each message to its place in `out`. at: [n]."""
-        rows = _list_present(self.present, len(self._inner))
-        before = tag(self.number, LENGTH_DELIMITED)
-        behind = _write_tag(out, at[rows], before)
-        digits = self._length.measure()[rows] - len(before)
-        _write_varints(out, behind, self._inner[rows], digits)
-        place = at.copy()
-        place[rows] = behind + digits
+        """Write the length of each inner message, and its fields."""
+        self._length._write_content(out, at, rows)
+        place = np.zeros(len(self._sizes), np.int64)
+        place[rows] = at + self._length._sizes[rows]
         for column in self.fields:
             column.write(out, place)
             place = place + column.measure()
-
-
-Column = VarintColumn | Fixed64Column | MessageColumn
 
 
 def write_messages(column: MessageColumn) -> NDArray[np.uint8]:
@@ -164,45 +192,3 @@ def write_messages(column: MessageColumn) -> NDArray[np.uint8]:
     out = np.empty(total, np.uint8)
     column.write(out, ends - sizes)
     return out
-
-
-def _list_present(present: Flags | None, count: int) -> Integers:
-    """List the messages that have a field."""
-    if present is None:
-        return np.arange(count)
-    return np.flatnonzero(present)
-
-
-def _keep_present(sizes: Integers, present: Flags | None) -> Integers:
-    """Set the size of what is absent to 0. sizes, present: [n]."""
-    if present is None:
-        return sizes
-    return np.where(present, sizes, 0)
-
-
-def _write_tag(
-    out: NDArray[np.uint8],
-    at: Integers,
-    content: bytes,
-) -> Integers:
-    """Write the same bytes to each place. Returns the places behind them."""
-    for place, byte in enumerate(content):
-        out[at + place] = byte
-    return at + len(content)
-
-
-def _write_varints(
-    out: NDArray[np.uint8],
-    at: Integers,  # [k], places
-    values: Integers,  # [k], at least 0
-    lengths: Integers,  # [k], bytes of each
-) -> None:
-    """Write whole numbers in 7 bits per byte."""
-    for place in range(int(lengths.max(initial=0))):
-        here = np.flatnonzero(lengths > place)
-        shifted = values[here] >> (7 * place)
-        low = shifted & LOW_BITS
-        goes_on = lengths[here] > place + 1
-        written = np.where(goes_on, low | GOES_ON, low)
-        target = at[here] + place
-        out[target] = written
