@@ -27,9 +27,10 @@ from megatron_lite.analysis.trace.foreign import (
     name_foreign_file,
 )
 from megatron_lite.analysis.trace.kineto import rank_in_name
-from megatron_lite.analysis.trace.perfetto_packets import PERFETTO_ENDINGS, is_perfetto
+from megatron_lite.analysis.trace.perfetto_packets import is_perfetto
 from megatron_lite.analysis.trace.read import NSYS_REPORTS, SQLITE_MAGIC, any_block, export_first
 from megatron_lite.errors import UserError
+from megatron_lite.formats import perfetto_trace
 from megatron_lite.formats.file_names import RANKS_FILE, RUN_FILE, STEPS_FILE
 from megatron_lite.formats.run_record import Settings
 from megatron_lite.plain_pickles import PICKLE
@@ -51,7 +52,7 @@ CANDIDATES = (
     ".sqlite",
     ".sqlite3",
     ".db",
-    *PERFETTO_ENDINGS,
+    *perfetto_trace.ENDINGS,
     ".pickle",
     ".pkl",
     ".ncu-rep",
@@ -642,13 +643,13 @@ def _choose_form(traces: Sequence[SourceFile]) -> tuple[list[SourceFile], Ignore
 
 def _is_named_packets(path: Path) -> bool:
     """Whether a file's name is that of a trace of Perfetto's."""
-    return path.name.removesuffix(".gz").endswith(PERFETTO_ENDINGS)
+    return path.name.removesuffix(".gz").endswith(perfetto_trace.ENDINGS)
 
 
 def _cut_endings(path: Path) -> Path:
     """Cut off what names the form of a trace."""
     name = path.name.removesuffix(".gz")
-    for ending in (".json", *PERFETTO_ENDINGS, ".trace", ".pt"):
+    for ending in (".json", *perfetto_trace.ENDINGS, ".trace", ".pt"):
         name = name.removesuffix(ending)
     return path.with_name(name)
 

@@ -1,10 +1,12 @@
-"""Field numbers of Perfetto's trace format (protobuf), as far as `report --perfetto` writes it.
+"""Field numbers of Perfetto's trace format (protobuf), as far as torch's traces are read and reports written in it.
 
-Source: protos/perfetto/trace/perfetto_trace.proto of Perfetto v59.1, 2026-10. A field never changes its number.
+Source: protos/perfetto/trace/perfetto_trace.proto of Perfetto v59.1, 2026-10. A field never changes its number. Those
+of its GPU extensions, which torch writes by number: torch/csrc/profiler/cupti/monitor_pftrace.cpp of torch 2.14.
 """
 
 import enum
 
+ENDINGS = (".pftrace", ".perfetto-trace")  # of files' names
 # the first note of a file that `report --perfetto` wrote: readers know by it that it is no rank's own trace
 WRITER_NOTE = "written by"
 MERGED_BY = "megatron-lite report --perfetto"
@@ -36,6 +38,9 @@ class PacketField(enum.IntEnum):
     TRACK_EVENT = 11
     INTERNED_DATA = 12
     SEQUENCE_FLAGS = 13
+    COMPRESSED_PACKETS = 50
+    GPU_COUNTER_EVENT = 52
+    GPU_RENDER_STAGE_EVENT = 53
     TRACK_DESCRIPTOR = 60
 
 
@@ -120,6 +125,8 @@ class EventField(enum.IntEnum):
     TYPE = 9
     NAME_IID = 10
     TRACK_UUID = 11
+    CATEGORIES = 22
+    NAME = 23
     COUNTER_VALUE = 30
     DOUBLE_COUNTER_VALUE = 44
     FLOW_IDS = 47
@@ -138,8 +145,16 @@ class AnnotationField(enum.IntEnum):
     """Fields of a DebugAnnotation: an argument of an event."""
 
     NAME_IID = 1
+    BOOL_VALUE = 2
+    UINT_VALUE = 3
     INT_VALUE = 4
     DOUBLE_VALUE = 5
+    STRING_VALUE = 6
+    POINTER_VALUE = 7
+    LEGACY_JSON_VALUE = 9
+    NAME = 10
+    DICT_ENTRIES = 11
+    ARRAY_VALUES = 12
     STRING_VALUE_IID = 17
 
 
@@ -149,11 +164,70 @@ class InternedField(enum.IntEnum):
     EVENT_CATEGORIES = 1
     EVENT_NAMES = 2
     ANNOTATION_NAMES = 3
+    GPU_SPECIFICATIONS = 24  # stages of a GPU's work (Kernel, Memcpy, ...) and its lanes
     ANNOTATION_STRINGS = 29
+    GPU_COUNTER_DESCRIPTORS = 47
+    KERNELS = 1000
 
 
 class InternedEntryField(enum.IntEnum):
-    """Fields of every entry of InternedData."""
+    """Fields of every entry of InternedData that is a text."""
 
     IID = 1
     TEXT = 2
+    DEMANGLED_NAME = 3  # of a kernel
+
+
+class InternedCounterField(enum.IntEnum):
+    """Fields of an InternedGpuCounterDescriptor: the counters of a GPU."""
+
+    IID = 1
+    DESCRIPTOR = 2
+    GPU_ID = 3
+
+
+class CounterDescriptorField(enum.IntEnum):
+    """Fields of a GpuCounterDescriptor."""
+
+    SPECS = 1
+
+
+class CounterSpecField(enum.IntEnum):
+    """Fields of a GpuCounterSpec: one counter."""
+
+    COUNTER_ID = 1
+    NAME = 2
+
+
+class CounterEventField(enum.IntEnum):
+    """Fields of a GpuCounterEvent."""
+
+    COUNTERS = 2
+    DESCRIPTOR_IID = 4
+
+
+class CounterSampleField(enum.IntEnum):
+    """Fields of a GpuCounter: the value of one counter."""
+
+    COUNTER_ID = 1
+    INT_VALUE = 2
+    DOUBLE_VALUE = 3
+
+
+class RenderStageField(enum.IntEnum):
+    """Fields of a GpuRenderStageEvent: work of a GPU."""
+
+    DURATION = 2
+    EXTRA_DATA = 6
+    GPU_ID = 11
+    HW_QUEUE_IID = 13
+    STAGE_IID = 14
+    KERNEL_IID = 19
+    NAME_IID = 20
+
+
+class ExtraDataField(enum.IntEnum):
+    """Fields of a GpuRenderStageEvent's ExtraData."""
+
+    NAME = 1
+    VALUE = 2

@@ -33,7 +33,6 @@ from megatron_lite.report.protobuf import (
     write_messages,
 )
 
-ENDINGS = (".pftrace", ".perfetto-trace")
 GZIP_ENDING = ".gz"
 GZIP_LEVEL = 4
 ROWS_AT_ONCE = 1 << 16  # events that are written together
@@ -50,10 +49,10 @@ def check_file(flag: str, path: Path) -> None:
         UserError: the name has another ending, or the file is not one that was written so; one line.
     """
     name = path.name.removesuffix(GZIP_ENDING)
-    if not name.endswith(ENDINGS):
+    if not name.endswith(proto.ENDINGS):
         raise UserError(
             f"{flag} {path}: the file is Perfetto's own format, which is read plain or gzipped; "
-            f"name it FILE{ENDINGS[0]} or FILE{ENDINGS[0]}{GZIP_ENDING}."
+            f"name it FILE{proto.ENDINGS[0]} or FILE{proto.ENDINGS[0]}{GZIP_ENDING}."
         )
     if path.is_file() and path.stat().st_size and not _is_own(path):
         raise UserError(f"{flag} {path}: there is a file that {flag} did not write; name another one.")

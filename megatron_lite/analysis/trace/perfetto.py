@@ -4,9 +4,6 @@ torch 2.14 writes one where its CUPTI monitor records the device and the file's 
 torch/profiler/_cupti/monitor_trace.py shapes it, torch/csrc/profiler/cupti/monitor_pftrace.cpp writes it (main has both
 as _cuspy/trace.py and cuspy/cuspy_pftrace.cpp). What the host does is slices with debug annotations; work of the device
 is GPU render stages, a lane for each stream; counters are GPU counter events. A header such as the JSON's is not in it.
-
-Numbers of fields are those of protos/perfetto/trace/perfetto_trace.proto of Perfetto 59.1; of its GPU extensions, which
-torch writes by number, those of monitor_pftrace.cpp.
 """
 
 import json
@@ -40,50 +37,25 @@ from megatron_lite.analysis.trace.perfetto_names import (
     read_track,
 )
 from megatron_lite.analysis.trace.perfetto_packets import (
-    CLOCK_SNAPSHOT,
-    GPU_COUNTER_EVENT,
-    GPU_RENDER_STAGE_EVENT,
-    INTERNED_DATA,
     PACKET_BLOCK_BYTES,
-    STATE_CLEARED,
-    TRACK_DESCRIPTOR,
-    TRACK_EVENT,
     PacketFile,
     Packets,
 )
 from megatron_lite.analysis.trace.perfetto_slices import SliceRun
 from megatron_lite.analysis.trace.protobuf_fields import Fields, WireError, iterate_fields, read_doubles, read_fields
-
-# fields of TrackEvent
-_CATEGORY_NUMBERS = 3
-_ANNOTATIONS = 4
-_TYPE = 9
-_NAME_NUMBER = 10
-_TRACK = 11
-_CATEGORY_TEXTS = 22
-_NAME_TEXT = 23
-_BEGIN = 1  # of _TYPE
-_END = 2
-# fields of GpuRenderStageEvent
-_LENGTH_NS = 2
-_EXTRA_DATA = 6
-_GPU = 11
-_LANE = 13
-_STAGE = 14
-_KERNEL = 19
-_STAGE_NAME = 20
-# fields of GpuCounterEvent and GpuCounter
-_COUNTERS = 2
-_DESCRIPTOR_NUMBER = 4
-_COUNTER_NUMBER = 1
-_COUNTER_INTEGER = 2
-_COUNTER_DOUBLE = 3
-# fields of ClockSnapshot and Clock; clocks
-_CLOCKS = 1
-_CLOCK_NUMBER = 1
-_CLOCK_TIME = 2
-_REALTIME = 1
-_BOOTTIME = 6
+from megatron_lite.formats.perfetto_trace import (
+    BOOTTIME_CLOCK,
+    INCREMENTAL_STATE_CLEARED,
+    REALTIME_CLOCK,
+    ClockField,
+    CounterEventField,
+    CounterSampleField,
+    EventField,
+    EventType,
+    PacketField,
+    RenderStageField,
+    SnapshotField,
+)
 
 # of GpuRenderStageEvent's stages in monitor_trace.py, the categories that the JSON gives to the same work
 CATEGORY_OF_STAGE = {
@@ -94,6 +66,8 @@ CATEGORY_OF_STAGE = {
     "EventRecord": "graph_event_node",
     "HostNode": "graph_host_node",
 }
+_BEGIN = EventType.SLICE_BEGIN
+_END = EventType.SLICE_END
 # A lane's name is "[0007] stream 7", or that of a lane which torch made up for the work of a CUDA graph
 _LANE_NUMBER = re.compile(r"\[0*(\d{1,10})\]")
 _SYNC_ARGUMENT = "cuda_sync_kind"  # of a slice without a category that is a wait of CUDA
@@ -143,7 +117,7 @@ class PacketChunks:
 
     def __iter__(self) -> Iterator[Sequence[Event]]:
         for packets in self._file:
-            cleared = packets.flags & STATE_CLEARED
+            cleared = packets.flags & INCREMENTAL_STATE_CLEARED
             if np.count_nonzero(cleared) > MAX_CLEARED:
                 self._too_much = f"more than {MAX_CLEARED:,} packets close together that clear the names before them"
                 break
@@ -158,7 +132,7 @@ class PacketChunks:
         """Read the entries of some packets. Numbers of names hold until their sequence's state is cleared."""
         self._find_base(packets)
         entries: list[Event] = self._read_tracks(packets)
-        cleared = np.flatnonzero(packets.flags & STATE_CLEARED).tolist()
+        cleared = np.flatnonzero(packets.flags & INCREMENTAL_STATE_CLEARED).tolist()
         borders = [0, *cleared, len(packets)]
         for first, behind in pairwise(borders):
             if first in cleared:
@@ -178,7 +152,7 @@ class PacketChunks:
             self._base_ns = int(times_ns[0])
             if self._base_ns > _UNIX_NS:
                 self.header["baseTimeNanoseconds"] = self._base_ns
-        starts, ends = packets.messages[CLOCK_SNAPSHOT]
+        starts, ends = packets.messages[PacketField.CLOCK_SNAPSHOT]
         for row in np.flatnonzero(starts >= 0).tolist()[:1]:
             ahead_ns = _read_clocks(packets.text.content, int(starts[row]), int(ends[row]))
             if ahead_ns is not None and self._base_ns != _NO_TIME:
@@ -187,7 +161,7 @@ class PacketChunks:
     def _read_tracks(self, packets: Packets) -> list[Event]:
         """Read what the packets say of tracks: entries that name processes and threads."""
         entries: list[Event] = []
-        starts, ends = packets.messages[TRACK_DESCRIPTOR]
+        starts, ends = packets.messages[PacketField.TRACK_DESCRIPTOR]
         for row in np.flatnonzero(starts >= 0).tolist():
             read = read_track(packets.text.content, int(starts[row]), int(ends[row]))
             if read is None or len(self._tracks) >= MAX_TRACKS:
@@ -201,7 +175,7 @@ class PacketChunks:
 
     def _read_names(self, packets: Packets, is_own: Flags) -> None:
         """Keep the names of some packets."""
-        starts, ends = packets.messages[INTERNED_DATA]
+        starts, ends = packets.messages[PacketField.INTERNED_DATA]
         for row in np.flatnonzero(is_own & (starts >= 0)).tolist():
             names = self._names_of(int(packets.sequence[row]))
             names.add(packets.text.content, int(starts[row]), int(ends[row]))
@@ -216,9 +190,9 @@ class PacketChunks:
 
     def _read_slices(self, packets: Packets, is_own: Flags) -> list[Event]:
         """Read beginnings and ends of slices, and make spans of the runs that are whole."""
-        rows, fields = _read_messages(packets, TRACK_EVENT, is_own)
-        types = fields.values(_TYPE).tolist()
-        tracks = fields.values(_TRACK).tolist()
+        rows, fields = _read_messages(packets, PacketField.TRACK_EVENT, is_own)
+        types = fields.values(EventField.TYPE).tolist()
+        tracks = fields.values(EventField.TRACK_UUID).tolist()
         times_ns = packets.time_ns[rows].tolist()
         sequences = packets.sequence[rows].tolist()
         begun = self._build_slices(packets, rows, fields)
@@ -237,11 +211,13 @@ class PacketChunks:
 
     def _build_slices(self, packets: Packets, rows: Integers, fields: Fields) -> dict[int, FloatEvent]:
         """Make an event of each beginning, by its place in `rows`."""
-        is_begin = fields.values(_TYPE) == _BEGIN
+        is_begin = fields.values(EventField.TYPE) == _BEGIN
         arguments = self._read_arguments(packets, rows, fields)
-        names = self._read_texts(packets, rows, fields, (_NAME_NUMBER, _NAME_TEXT), NAME_TABLE)
-        categories = self._read_texts(packets, rows, fields, (_CATEGORY_NUMBERS, _CATEGORY_TEXTS), CATEGORY_TABLE)
-        tracks = fields.values(_TRACK).tolist()
+        names = self._read_texts(packets, rows, fields, (EventField.NAME_IID, EventField.NAME), NAME_TABLE)
+        categories = self._read_texts(
+            packets, rows, fields, (EventField.CATEGORY_IIDS, EventField.CATEGORIES), CATEGORY_TABLE
+        )
+        tracks = fields.values(EventField.TRACK_UUID).tolist()
         times_us = ((packets.time_ns[rows] - self._base_ns) / 1000).tolist()
         built = {}
         for place in np.flatnonzero(is_begin).tolist():
@@ -268,7 +244,7 @@ class PacketChunks:
 
     def _read_arguments(self, packets: Packets, rows: Integers, fields: Fields) -> dict[int, Arguments]:
         """Read the annotations of slices, by their place in `rows`; numbers of names are those of the first one."""
-        annotations = fields.choose(_ANNOTATIONS)
+        annotations = fields.choose(EventField.DEBUG_ANNOTATIONS)
         if not len(annotations):
             return {}
         tables = self._names_of(int(packets.sequence[rows[0]])).tables
@@ -302,17 +278,17 @@ class PacketChunks:
 
     def _read_stages(self, packets: Packets, is_own: Flags) -> list[Event]:
         """Read the work of GPUs."""
-        rows, fields = _read_messages(packets, GPU_RENDER_STAGE_EVENT, is_own)
-        extra = read_extra_data(packets.text, fields.choose(_EXTRA_DATA))
+        rows, fields = _read_messages(packets, PacketField.GPU_RENDER_STAGE_EVENT, is_own)
+        extra = read_extra_data(packets.text, fields.choose(RenderStageField.EXTRA_DATA))
         stages = zip(
             packets.sequence[rows].tolist(),
             ((packets.time_ns[rows] - self._base_ns) / 1000).tolist(),
-            (fields.values(_LENGTH_NS) / 1000).tolist(),
-            fields.values(_GPU).tolist(),
-            fields.values(_LANE).tolist(),
-            fields.values(_STAGE).tolist(),
-            fields.values(_STAGE_NAME).tolist(),
-            fields.values(_KERNEL).tolist(),
+            (fields.values(RenderStageField.DURATION) / 1000).tolist(),
+            fields.values(RenderStageField.GPU_ID).tolist(),
+            fields.values(RenderStageField.HW_QUEUE_IID).tolist(),
+            fields.values(RenderStageField.STAGE_IID).tolist(),
+            fields.values(RenderStageField.NAME_IID).tolist(),
+            fields.values(RenderStageField.KERNEL_IID).tolist(),
         )
         entries: list[Event] = []
         for place, (sequence, ts, dur, gpu, lane, stage, name, kernel) in enumerate(stages):
@@ -338,18 +314,18 @@ class PacketChunks:
 
     def _read_counters(self, packets: Packets, is_own: Flags) -> list[Event]:
         """Read samples of GPUs' counters, as the JSON has them: an entry "C" of a process "GPU 0 Counters"."""
-        rows, fields = _read_messages(packets, GPU_COUNTER_EVENT, is_own)
-        samples = fields.choose(_COUNTERS)
+        rows, fields = _read_messages(packets, PacketField.GPU_COUNTER_EVENT, is_own)
+        samples = fields.choose(CounterEventField.COUNTERS)
         own = read_fields(packets.text, samples.start, samples.end)
-        starts, _ = own.places(_COUNTER_DOUBLE)
+        starts, _ = own.places(CounterSampleField.DOUBLE_VALUE)
         is_double = starts >= 0
-        values = own.values(_COUNTER_INTEGER).astype(np.float64)
+        values = own.values(CounterSampleField.INT_VALUE).astype(np.float64)
         values[is_double] = read_doubles(packets.text, starts[is_double])
         events = rows[samples.message]
         read = zip(
             packets.sequence[events].tolist(),
-            fields.values(_DESCRIPTOR_NUMBER)[samples.message].tolist(),
-            own.values(_COUNTER_NUMBER).tolist(),
+            fields.values(CounterEventField.DESCRIPTOR_IID)[samples.message].tolist(),
+            own.values(CounterSampleField.COUNTER_ID).tolist(),
             ((packets.time_ns[events] - self._base_ns) / 1000).tolist(),
             values.tolist(),
         )
@@ -369,7 +345,7 @@ class PacketChunks:
         return entries
 
 
-def _read_messages(packets: Packets, number: int, is_own: Flags) -> tuple[Integers, Fields]:
+def _read_messages(packets: Packets, number: PacketField, is_own: Flags) -> tuple[Integers, Fields]:
     """Read the messages that are this field of some packets.
 
     Returns:
@@ -385,14 +361,14 @@ def _read_clocks(content: bytes, start: int, end: int) -> int | None:
     times_ns: dict[int, int] = {}
     try:
         for clock in iterate_fields(content, start, end):
-            if clock.number == _CLOCKS:
+            if clock.number == SnapshotField.CLOCKS:
                 parts = {part.number: part.value for part in iterate_fields(content, clock.start, clock.end)}
-                times_ns[parts.get(_CLOCK_NUMBER, 0)] = parts.get(_CLOCK_TIME, 0)
+                times_ns[parts.get(ClockField.CLOCK_ID, 0)] = parts.get(ClockField.TIMESTAMP, 0)
     except WireError:
         return None
-    if _REALTIME not in times_ns or _BOOTTIME not in times_ns:
+    if REALTIME_CLOCK not in times_ns or BOOTTIME_CLOCK not in times_ns:
         return None
-    return times_ns[_REALTIME] - times_ns[_BOOTTIME]
+    return times_ns[REALTIME_CLOCK] - times_ns[BOOTTIME_CLOCK]
 
 
 def _find_stream(lane: str, extra: Arguments) -> int:

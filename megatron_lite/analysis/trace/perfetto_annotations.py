@@ -8,21 +8,24 @@ from typing import Any
 import msgspec
 
 from megatron_lite.analysis.trace.protobuf_fields import Field, Fields, WireError, WireText, iterate_fields, read_fields
+from megatron_lite.formats.perfetto_trace import AnnotationField, ExtraDataField
 
 Arguments = dict[str, Any]
-# fields of DebugAnnotation
-_NAME_NUMBER = 1
-_NUMBERS = (2, 3, 4, 7)  # bool, uint, int, pointer
-_DOUBLE = 5
-_TEXT = 6
-_JSON = 9
-_NAME = 10
-_DICT_ENTRIES = 11
-_ARRAY_VALUES = 12
-_TEXT_NUMBER = 17
-# fields of GpuRenderStageEvent.ExtraData
-_EXTRA_NAME = 1
-_EXTRA_VALUE = 2
+# names of the module's own: loops over all annotations find them sooner than an enum's members
+_NAME_NUMBER = AnnotationField.NAME_IID
+_NUMBERS = (
+    AnnotationField.BOOL_VALUE,
+    AnnotationField.UINT_VALUE,
+    AnnotationField.INT_VALUE,
+    AnnotationField.POINTER_VALUE,
+)
+_DOUBLE = AnnotationField.DOUBLE_VALUE
+_TEXT = AnnotationField.STRING_VALUE
+_JSON = AnnotationField.LEGACY_JSON_VALUE
+_NAME = AnnotationField.NAME
+_DICT_ENTRIES = AnnotationField.DICT_ENTRIES
+_ARRAY_VALUES = AnnotationField.ARRAY_VALUES
+_TEXT_NUMBER = AnnotationField.STRING_VALUE_IID
 _MAX_DEPTH = 8  # of lists in lists; lists of shapes have 3
 _MAX_KEPT_BYTES = 1024  # of a text or a list that is kept for the next time
 _MAX_NESTED_BYTES = 1 << 16  # of a list in an annotation
@@ -77,8 +80,8 @@ def read_annotations(
 def read_extra_data(text: WireText, extra: Fields) -> dict[int, Arguments]:
     """Read the extra data of render stages, which are texts: those of each stage by its place, `extra.message`."""
     fields = read_fields(text, extra.start, extra.end)
-    name_starts, name_ends = fields.places(_EXTRA_NAME)
-    value_starts, value_ends = fields.places(_EXTRA_VALUE)
+    name_starts, name_ends = fields.places(ExtraDataField.NAME)
+    value_starts, value_ends = fields.places(ExtraDataField.VALUE)
     rows = zip(
         extra.message.tolist(),
         name_starts.tolist(),

@@ -4,23 +4,25 @@ from dataclasses import dataclass, field
 
 from megatron_lite.analysis.trace.perfetto_annotations import decode_text
 from megatron_lite.analysis.trace.protobuf_fields import Field, WireError, iterate_fields
+from megatron_lite.formats.perfetto_trace import (
+    CounterDescriptorField,
+    CounterSpecField,
+    InternedCounterField,
+    InternedEntryField,
+    InternedField,
+    ProcessField,
+    ThreadField,
+    TrackField,
+)
 
-# fields of InternedData whose entries have a number and a name
-CATEGORY_TABLE = 1
-NAME_TABLE = 2
-ANNOTATION_TABLE = 3
-SPECIFICATION_TABLE = 24  # stages of a GPU's work (Kernel, Memcpy, ...) and its lanes
-TEXT_TABLE = 29  # of annotations
-KERNEL_TABLE = 1000
+# tables of names, by the fields of InternedData that fill them
+CATEGORY_TABLE = InternedField.EVENT_CATEGORIES
+NAME_TABLE = InternedField.EVENT_NAMES
+ANNOTATION_TABLE = InternedField.ANNOTATION_NAMES
+SPECIFICATION_TABLE = InternedField.GPU_SPECIFICATIONS
+TEXT_TABLE = InternedField.ANNOTATION_STRINGS
+KERNEL_TABLE = InternedField.KERNELS
 _NAMED = (CATEGORY_TABLE, NAME_TABLE, ANNOTATION_TABLE, SPECIFICATION_TABLE, TEXT_TABLE, KERNEL_TABLE)
-_COUNTERS = 47
-_ENTRY_NUMBER = 1
-_ENTRY_NAME = 2
-_DEMANGLED_NAME = 3  # of KERNEL_TABLE
-# fields of InternedGpuCounterDescriptor, GpuCounterDescriptor and GpuCounterSpec
-_DESCRIPTOR = 2
-_DESCRIPTOR_GPU = 3
-_SPECS = 1
 MAX_TABLE_NAMES = 1 << 22  # of one sequence of packets
 MAX_TRACKS = 1 << 20
 
@@ -52,19 +54,23 @@ class SequenceNames:
             for entry in iterate_fields(content, start, end):
                 if entry.number in _NAMED:
                     self._add_name(content, entry)
-                elif entry.number == _COUNTERS:
+                elif entry.number == InternedField.GPU_COUNTER_DESCRIPTORS:
                     self._add_counters(content, entry)
         except WireError:
             return
 
     def _add_name(self, content: bytes, entry: Field) -> None:
         table = self.tables[entry.number]
+        # of a kernel, which has two names, the last one counts
+        texts = [InternedEntryField.TEXT]
+        if entry.number == KERNEL_TABLE:
+            texts.append(InternedEntryField.DEMANGLED_NAME)
         number = 0
         name = ""
         for part in iterate_fields(content, entry.start, entry.end):
-            if part.number == _ENTRY_NUMBER:
+            if part.number == InternedEntryField.IID:
                 number = part.value
-            elif part.number == _ENTRY_NAME or (part.number == _DEMANGLED_NAME and entry.number == KERNEL_TABLE):
+            elif part.number in texts:
                 name = decode_text(content[part.start : part.end])
         if len(table) < MAX_TABLE_NAMES:
             table[number] = name
@@ -74,11 +80,11 @@ class SequenceNames:
         gpu = 0
         names: dict[int, str] = {}
         for part in iterate_fields(content, entry.start, entry.end):
-            if part.number == _ENTRY_NUMBER:
+            if part.number == InternedCounterField.IID:
                 number = part.value
-            elif part.number == _DESCRIPTOR_GPU:
+            elif part.number == InternedCounterField.GPU_ID:
                 gpu = part.value
-            elif part.number == _DESCRIPTOR:
+            elif part.number == InternedCounterField.DESCRIPTOR:
                 names = read_counter_names(content, part)
         self.counters[number] = GpuCounters(gpu, names)
 
@@ -87,10 +93,10 @@ def read_counter_names(content: bytes, descriptor: Field) -> dict[int, str]:
     """Read a GpuCounterDescriptor: names of counters by number."""
     names: dict[int, str] = {}
     for spec in iterate_fields(content, descriptor.start, descriptor.end):
-        if spec.number == _SPECS:
+        if spec.number == CounterDescriptorField.SPECS:
             parts = {part.number: part for part in iterate_fields(content, spec.start, spec.end)}
-            number = parts[_ENTRY_NUMBER].value if _ENTRY_NUMBER in parts else 0
-            name = parts.get(_ENTRY_NAME)
+            number = parts[CounterSpecField.COUNTER_ID].value if CounterSpecField.COUNTER_ID in parts else 0
+            name = parts.get(CounterSpecField.NAME)
             names[number] = decode_text(content[name.start : name.end]) if name else ""
     return names
 
@@ -107,16 +113,6 @@ class ThreadTrack:
     name: str
 
 
-# fields of TrackDescriptor, ProcessDescriptor and ThreadDescriptor
-_UUID = 1
-_PROCESS = 3
-_THREAD = 4
-_PID = 1
-_TID = 2
-_THREAD_NAME = 5
-_PROCESS_NAME = 6
-
-
 def read_track(content: bytes, start: int, end: int) -> tuple[int, ThreadTrack] | None:
     """Read a TrackDescriptor.
 
@@ -130,11 +126,11 @@ def read_track(content: bytes, start: int, end: int) -> tuple[int, ThreadTrack] 
     """
     try:
         parts = {part.number: part for part in iterate_fields(content, start, end)}
-        uuid = parts[_UUID].value if _UUID in parts else 0
-        if _THREAD in parts:
-            return uuid, _read_thread(content, parts[_THREAD])
-        if _PROCESS in parts:
-            return uuid, _read_process(content, parts[_PROCESS])
+        uuid = parts[TrackField.UUID].value if TrackField.UUID in parts else 0
+        if TrackField.THREAD in parts:
+            return uuid, _read_thread(content, parts[TrackField.THREAD])
+        if TrackField.PROCESS in parts:
+            return uuid, _read_process(content, parts[TrackField.PROCESS])
     except WireError:
         return None
     return None
@@ -145,11 +141,11 @@ def _read_thread(content: bytes, descriptor: Field) -> ThreadTrack:
     tid = 0
     name = ""
     for part in iterate_fields(content, descriptor.start, descriptor.end):
-        if part.number == _PID:
+        if part.number == ThreadField.PID:
             pid = part.value
-        elif part.number == _TID:
+        elif part.number == ThreadField.TID:
             tid = part.value
-        elif part.number == _THREAD_NAME:
+        elif part.number == ThreadField.NAME:
             name = decode_text(content[part.start : part.end])
     return ThreadTrack(pid, tid, name)
 
@@ -158,8 +154,8 @@ def _read_process(content: bytes, descriptor: Field) -> ThreadTrack:
     pid = 0
     name = ""
     for part in iterate_fields(content, descriptor.start, descriptor.end):
-        if part.number == _PID:
+        if part.number == ProcessField.PID:
             pid = part.value
-        elif part.number == _PROCESS_NAME:
+        elif part.number == ProcessField.NAME:
             name = decode_text(content[part.start : part.end])
     return ThreadTrack(pid, None, name)

@@ -10,6 +10,7 @@ import numpy as np
 from megatron_lite.analysis.intervals import Integers
 from megatron_lite.analysis.trace.file_blocks import FileBlocks
 from megatron_lite.analysis.trace.protobuf_fields import (
+    LENGTH_DELIMITED,
     MAX_VARINT_BYTES,
     WireError,
     WireText,
@@ -18,25 +19,23 @@ from megatron_lite.analysis.trace.protobuf_fields import (
     read_fields,
     read_varint,
 )
+from megatron_lite.formats.perfetto_trace import PacketField, TraceField
 
-PERFETTO_ENDINGS = (".pftrace", ".perfetto-trace")  # of files in a folder that may be such; what they are, they say
-_PACKET_TAG = 0x0A  # Trace.packet: field 1, a message
-_COMPRESSED_TAG = b"\x92\x03"  # TracePacket.compressed_packets: field 50
+_PACKET_TAG = TraceField.PACKET << 3 | LENGTH_DELIMITED
+_COMPRESSED_TAG = b"\x92\x03"  # PacketField.COMPRESSED_PACKETS
 PACKET_BLOCK_BYTES = 1 << 22
 MAX_PACKET_BYTES = 64 << 20  # the packet of all names in a trace with Python's frames has some megabytes
 _MAX_INFLATED_BYTES = 64 << 20  # of all compressed packets of a block
 
-# fields of TracePacket
-TIMESTAMP = 8
-SEQUENCE_ID = 10
-SEQUENCE_FLAGS = 13
-CLOCK_SNAPSHOT = 6
-TRACK_EVENT = 11
-INTERNED_DATA = 12
-GPU_COUNTER_EVENT = 52
-GPU_RENDER_STAGE_EVENT = 53
-TRACK_DESCRIPTOR = 60
-STATE_CLEARED = 1  # of SEQUENCE_FLAGS
+# messages in packets that are read
+MESSAGES = (
+    PacketField.CLOCK_SNAPSHOT,
+    PacketField.TRACK_EVENT,
+    PacketField.INTERNED_DATA,
+    PacketField.GPU_COUNTER_EVENT,
+    PacketField.GPU_RENDER_STAGE_EVENT,
+    PacketField.TRACK_DESCRIPTOR,
+)
 _FIRST_PACKETS = 16  # that tell what a file is
 _MIN_OWN_FIELD = 8  # what other messages of messages have (XSpace of XLA, GraphDef of TensorFlow) ends before it
 
@@ -49,7 +48,7 @@ class Packets:
     time_ns: Integers  # int64 [n]; 0 for one without a time
     sequence: Integers  # int64 [n], which writer's they are
     flags: Integers  # int64 [n]
-    messages: dict[int, tuple[Integers, Integers]]  # by field number: starts and ends, int64 [n]; -1: not in the packet
+    messages: dict[PacketField, tuple[Integers, Integers]]  # starts and ends, int64 [n]; -1: not in the packet
 
     def __len__(self) -> int:
         return len(self.time_ns)
@@ -105,15 +104,13 @@ class PacketFile:
         fields = read_fields(text, np.array(starts, np.int64), np.array(ends, np.int64))
         self._unreadable += int(np.count_nonzero(fields.unreadable))
         messages = {}
-        for number in (
-            CLOCK_SNAPSHOT, TRACK_EVENT, INTERNED_DATA, GPU_COUNTER_EVENT, GPU_RENDER_STAGE_EVENT, TRACK_DESCRIPTOR
-        ):  # fmt: skip
+        for number in MESSAGES:
             messages[number] = fields.places(number)
         return Packets(
             text=text,
-            time_ns=fields.values(TIMESTAMP),
-            sequence=fields.values(SEQUENCE_ID),
-            flags=fields.values(SEQUENCE_FLAGS),
+            time_ns=fields.values(PacketField.TIMESTAMP),
+            sequence=fields.values(PacketField.SEQUENCE_ID),
+            flags=fields.values(PacketField.SEQUENCE_FLAGS),
             messages=messages,
         )
 
