@@ -1,5 +1,6 @@
 """benchmarks/diagnosis/adapters: that tables and diagnoses of tools become the claims that the adapters' docstrings state."""
 
+import json
 import sys
 
 import pytest
@@ -10,6 +11,7 @@ sys.path.insert(0, str(REPO))
 
 from benchmarks.diagnosis.adapters import hta, ours, tracelens, traceml
 from benchmarks.diagnosis.claims import HIGH, LOW, Claim, NotReadError
+from benchmarks.diagnosis.collectors.asked_runs import ask_of_runs, find_traces
 from benchmarks.diagnosis.manifest import read_classes
 from megatron_lite.analysis.findings.rules import RULES
 
@@ -117,3 +119,21 @@ def test_codes_of_ours_stand_for_classes_of_the_key(tmp_path):
     gpu_run(data_us=4000.0, step_us=5000.0).write(tmp_path)
     claims = ours.read_run(tmp_path)
     assert claims[0].classes == ("slow-loader",)
+
+
+def test_a_collector_keeps_what_a_tool_dies_of_and_asks_once(tmp_path, monkeypatch):
+    asked = []
+
+    def ask(folder):
+        asked.append(folder.name)
+        return {"ranks": 8 // len(find_traces(folder))}
+
+    (tmp_path / "g01").mkdir()
+    (tmp_path / "g01" / "rank0.pt.trace.json.gz").touch()
+    (tmp_path / "g02").mkdir()
+    monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "raw"), str(tmp_path / "g01"), str(tmp_path / "g02")])
+    for _ in range(2):
+        ask_of_runs(ask)
+    assert asked == ["g01", "g02"]
+    assert json.loads((tmp_path / "raw" / "g01.json").read_text()) == {"ranks": 8}
+    assert json.loads((tmp_path / "raw" / "g02.json").read_text())["error"].startswith("ZeroDivisionError: ")

@@ -1,14 +1,13 @@
 """Asks HolisticTraceAnalysis for its tables: `python hta_tables.py OUT RUN_FOLDER ...`, in an environment that has it and pandas below 3."""
 
-import contextlib
-import io
 import json
 import logging
-import sys
 import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
+from asked_runs import ask_of_runs, find_traces, keep_error
 from hta.trace_analysis import TraceAnalysis
 
 QUESTIONS = {
@@ -31,44 +30,25 @@ def ask(folder: Path) -> dict:
         for path in find_traces(folder):
             (Path(scratch) / path.name).symlink_to(path.resolve())
         analysis = TraceAnalysis(trace_dir=scratch)
-        found = {name: answer(question, analysis) for name, question in QUESTIONS.items()}
+        found = {name: keep_error(list_rows, question, analysis) for name, question in QUESTIONS.items()}
         found["ranks"] = len(analysis.t.traces)
         if len(analysis.t.traces) > 1:
-            found["stragglers"] = answer(
-                lambda one: list(map(int, one.get_potential_stragglers(num_candidates=1))), analysis
-            )
+            found["stragglers"] = keep_error(list_stragglers, analysis)
     return found
 
 
-def find_traces(folder: Path) -> list[Path]:
-    return sorted([*folder.rglob("*.pt.trace.json"), *folder.rglob("*.pt.trace.json.gz")])
+def list_stragglers(analysis: TraceAnalysis) -> list[int]:
+    """Ask which rank the others wait for."""
+    return [int(rank) for rank in analysis.get_potential_stragglers(num_candidates=1)]
 
 
-def answer(question, analysis) -> object:
-    try:
-        table = question(analysis)
-    except Exception as error:  # noqa: BLE001 - whatever the tool dies of is its answer
-        return {"error": f"{type(error).__name__}: {error}"}
+def list_rows(question: Callable[[TraceAnalysis], object], analysis: TraceAnalysis) -> object:
+    """Ask one question, and have its table as rows."""
+    table = question(analysis)
     return table if isinstance(table, list) else json.loads(table.to_json(orient="records"))
 
 
-def main() -> None:
+if __name__ == "__main__":
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
-    out = Path(sys.argv[1])
-    out.mkdir(parents=True, exist_ok=True)
-    for folder in map(Path, sys.argv[2:]):
-        target = out / f"{folder.name}.json"
-        if target.exists():
-            continue
-        try:
-            with contextlib.redirect_stdout(io.StringIO()):
-                found = ask(folder)
-        except Exception as error:  # noqa: BLE001 - whatever the tool dies of is its answer
-            found = {"error": f"{type(error).__name__}: {error}"}
-        target.write_text(json.dumps(found, default=str))
-        print(folder.name, flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    ask_of_runs(ask)

@@ -3,15 +3,13 @@
 Of several ranks, the first one's performance report, and the report of collectives over all of them.
 """
 
-import contextlib
-import io
 import json
 import re
-import sys
 import tempfile
 import warnings
 from pathlib import Path
 
+from asked_runs import ask_of_runs, find_traces, keep_error
 from TraceLens.Reporting.generate_multi_rank_collective_report_pytorch import generate_collective_report
 from TraceLens.Reporting.generate_perf_report_pytorch import generate_perf_report_pytorch
 
@@ -29,7 +27,7 @@ def ask(folder: Path) -> dict:
         if "GEMM" in frames:
             found["GEMM"] = json.loads(frames["GEMM"].reset_index().astype(str).to_json(orient="records"))
         if len(traces) > 1:
-            found["stragglers"] = ask_stragglers(traces, Path(scratch))
+            found["stragglers"] = keep_error(ask_stragglers, traces, Path(scratch))
     return found
 
 
@@ -38,38 +36,15 @@ def ask_stragglers(traces: list[Path], scratch: Path) -> object:
     for path in traces:
         rank = re.search(r"rank_?(\d+)", path.name)
         (scratch / f"rank{rank[1]}.{path.name.partition('.')[2]}").symlink_to(path.resolve())
-    try:
-        frames = generate_collective_report(
-            trace_glob=str(scratch / "rank*.pt.trace.json*"),
-            world_size=len(traces),
-            output_csvs_dir=str(scratch / "out"),
-        )
-    except Exception as error:  # noqa: BLE001 - whatever the tool dies of is its answer
-        return {"error": f"{type(error).__name__}: {error}"}
+    frames = generate_collective_report(
+        trace_glob=str(scratch / "rank*.pt.trace.json*"),
+        world_size=len(traces),
+        output_csvs_dir=str(scratch / "out"),
+    )
     table = frames.get("straggler_summary")
     return [] if table is None else json.loads(table.to_json(orient="records"))
 
 
-def find_traces(folder: Path) -> list[Path]:
-    return sorted([*folder.rglob("*.pt.trace.json"), *folder.rglob("*.pt.trace.json.gz")])
-
-
-def main() -> None:
-    warnings.simplefilter("ignore")
-    out = Path(sys.argv[1])
-    out.mkdir(parents=True, exist_ok=True)
-    for folder in map(Path, sys.argv[2:]):
-        target = out / f"{folder.name}.json"
-        if target.exists():
-            continue
-        try:
-            with contextlib.redirect_stdout(io.StringIO()):
-                found = ask(folder)
-        except Exception as error:  # noqa: BLE001 - whatever the tool dies of is its answer
-            found = {"error": f"{type(error).__name__}: {error}"}
-        target.write_text(json.dumps(found, default=str))
-        print(folder.name, flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    warnings.simplefilter("ignore")
+    ask_of_runs(ask)
