@@ -4,6 +4,7 @@ Host clocks of ranks are their own; a collective starts on each rank when that r
 `transfer_us` after the last one has come.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from benchmarks.diagnosis.made.rank import (
@@ -50,7 +51,7 @@ NORM_BACK = "void cudnn::bn_bw_1C11_kernel_new<__nv_bfloat16, float, float2, 512
 RELU = "void at::native::vectorized_elementwise_kernel<4, at::native::(anonymous namespace)::launch_clamp_scalar(at::TensorIteratorBase&, c10::Scalar, c10::Scalar)::{lambda()#1}, std::array<char*, 2ul> >(int)"
 
 
-class Training:
+class Training(ABC):
     """A loop whose parts a cause overrides; on several ranks with gradients that are reduced beside backward.
 
     Attributes:
@@ -172,39 +173,57 @@ class Training:
         rank.python(12.0)
         rank.close()
 
-    def before_forward(self, rank: Rank, number: int) -> None: ...
+    # --- where causes add something; a loop as it should be has nothing there
 
-    def before_layer(self, index: int) -> None: ...
+    def before_forward(self, rank: Rank, number: int) -> None:
+        """Before a micro-batch of a step."""
 
-    def behind_layer(self, index: int) -> None: ...
+    def before_layer(self, index: int) -> None:
+        """Before a layer's forward, on all ranks."""
 
-    def before_backward_layer(self, index: int) -> None: ...
+    def behind_layer(self, index: int) -> None:
+        """Behind a layer's forward, on all ranks."""
 
-    def behind_backward_layer(self, index: int) -> None: ...
+    def before_backward_layer(self, index: int) -> None:
+        """Before a layer's backward, on all ranks."""
 
-    def before_update(self, rank: Rank) -> None: ...
+    def behind_backward_layer(self, index: int) -> None:
+        """Behind a layer's backward, on all ranks."""
 
-    def after_update(self, rank: Rank, number: int) -> None: ...
+    def before_update(self, rank: Rank) -> None:
+        """Between backward and the optimizer."""
 
-    def end_step(self, rank: Rank, number: int) -> None: ...
+    def after_update(self, rank: Rank, number: int) -> None:
+        """Between the optimizer and reading the loss."""
 
+    def end_step(self, rank: Rank, number: int) -> None:
+        """Behind reading the loss."""
+
+    # --- the model
+
+    @abstractmethod
     def first_layer(self, rank: Rank) -> None:
-        raise NotImplementedError
+        """Issue forward of what is before the layers."""
 
+    @abstractmethod
     def first_layer_backward(self, rank: Rank) -> None:
-        raise NotImplementedError
+        """Issue backward of what is before the layers."""
 
+    @abstractmethod
     def forward_layer(self, rank: Rank, index: int) -> None:
-        raise NotImplementedError
+        """Issue a layer's forward."""
 
+    @abstractmethod
     def backward_layer(self, rank: Rank, index: int) -> None:
-        raise NotImplementedError
+        """Issue a layer's backward."""
 
+    @abstractmethod
     def loss(self, rank: Rank) -> None:
-        raise NotImplementedError
+        """Issue forward of what is behind the layers."""
 
+    @abstractmethod
     def loss_backward(self, rank: Rank) -> None:
-        raise NotImplementedError
+        """Issue backward of what is behind the layers."""
 
     # --- between ranks
 
