@@ -52,13 +52,17 @@ def list_names(checkout: str) -> list[str]:
 
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     add_megatron_arguments(parser)
+    add_flags_of_modelopt(parser)
+    return sorted(name for action in parser._actions for name in action.option_strings if name.startswith("--"))
+
+
+def add_flags_of_modelopt(parser: argparse.ArgumentParser) -> None:
+    """Add what ModelOpt adds, of a checkout that has it."""
     try:
         from megatron.post_training.arguments import add_modelopt_args
     except ImportError:
-        pass
-    else:
-        add_modelopt_args(parser)
-    return sorted(name for action in parser._actions for name in action.option_strings if name.startswith("--"))
+        return
+    add_modelopt_args(parser)
 
 
 if __name__ == "__main__":
