@@ -32,6 +32,8 @@ MIN_FILES = {"torch": 3, "transformers": 5, "accelerate": 3, "lightning": 3, "me
 MIN_FILES |= {"torch.utils": 1, "torch.nn": 1, "torch.optim": 1}
 SOURCES = (".py", ".pyi", ".h", ".hpp", ".cuh")
 OF_LIBRARIES = ("cpu_op", "kernel", "gpu_memcpy", "gpu_memset", "cuda_runtime", "cuda_driver")
+# as torch 1.8 to 1.10 call them
+OF_LIBRARIES += ("Operator", "Kernel", "Memcpy", "Memset", "Runtime")
 LINE_LETTERS = 118
 TABLES = ("*.tsv", "*.txt")
 
@@ -105,7 +107,8 @@ def collect_words(traces: Path) -> list[str]:
     WORDS_FILE.write_text(fold(sorted(words)), encoding="utf-8")
     for cached in (read_known_words, is_known, is_plain):
         cached.cache_clear()
-    return sorted(words | list_other_runs([*list_trace_names(traces), *read_kernel_names(), *read_processors()]))
+    names = [*list_trace_names(traces), *read_kernel_names(), *list_looked_for(), *read_processors()]
+    return sorted(words | list_other_runs(names))
 
 
 def list_other_runs(names: list[str]) -> set[str]:
@@ -118,6 +121,15 @@ def read_kernel_names() -> Iterator[str]:
     """The kernels' names that tests know."""
     for line in (TESTS / "analysis/kernel_names.tsv").read_text(encoding="utf-8").splitlines()[1:]:
         yield line.partition("\t")[0].encode().decode("unicode_escape")
+
+
+def list_looked_for() -> Iterator[str]:
+    """What the reader of kernels' names looks for in them."""
+    folder = REPO / "megatron_lite/analysis/kernels"
+    for path in folder.glob("*.py"):
+        yield from list_texts(path)
+    for path in folder.glob("*.tsv"):
+        yield from (line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#"))
 
 
 def read_processors() -> Iterator[str]:
