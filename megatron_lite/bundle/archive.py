@@ -6,11 +6,10 @@ import os
 import stat
 import struct
 import tarfile
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import IO
 
@@ -42,6 +41,8 @@ UNREADABLE = (
 )
 # later than any run: a copy may make files younger, never older than what they tell of
 _ZIP_TIME = (2099, 1, 1, 0, 0, 0)
+# name of a file in an archive, and its content
+Entry = tuple[str, IO[bytes]]
 
 
 def check_archive_name(path: Path) -> None:
@@ -121,27 +122,32 @@ def open_bundle(path: Path, folder: Path) -> Path | None:
     """
     if not path.name.endswith(BUNDLE_ENDINGS) or not path.is_file():
         return None
+    with _open_entries(path) as entries:
+        return _unpack(entries, path, folder)
+
+
+def is_bundle(path: Path) -> bool:
+    """Whether a file is a bundle. UserError for one that is damaged."""
+    if not path.name.endswith(BUNDLE_ENDINGS) or not path.is_file():
+        return False
+    with _open_entries(path) as entries:
+        return any(name == f"{FOLDER}/{LIST_FILE}" for name, _ in entries)
+
+
+@contextmanager
+def _open_entries(path: Path) -> Iterator[Iterator[Entry]]:
+    """Open an archive, for its files one after the other. UserError where it cannot be read."""
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
-                return _unpack(_list_zip(archive), path, folder)
-        with tarfile.open(path, "r:gz") as tar:
-            return _unpack(_list_tar(tar), path, folder)
+                yield _list_zip(archive)
+        else:
+            with tarfile.open(path, "r:gz") as tar:
+                yield _list_tar(tar)
     except UNREADABLE as error:
         raise UserError(
             f"{path}: a bundle that cannot be read ({describe_io_error(error)}); ask for it again."
         ) from None
-
-
-def is_bundle(path: Path) -> bool:
-    """Whether a file is a bundle, which then can be opened."""
-    if not path.name.endswith(BUNDLE_ENDINGS):
-        return False
-    with tempfile.TemporaryDirectory() as folder:
-        return open_bundle(path, Path(folder)) is not None
-
-
-Entry = tuple[str, IO[bytes]]
 
 
 def _list_zip(archive: zipfile.ZipFile) -> Iterator[Entry]:
