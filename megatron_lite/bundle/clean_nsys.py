@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron_lite.analysis.trace.columns import Kind, TraceError
 from megatron_lite.analysis.trace.nsys import parse_range
+from megatron_lite.analysis.trace.sqlite_file import open_database
 from megatron_lite.bundle.names import Substitutes
 
 _Clean = Callable[[Substitutes, str], str]
@@ -49,10 +50,8 @@ def clean_nsys(source: Path, target: Path, names: Substitutes) -> None:
     Raises:
         TraceError: `source` cannot be read.
     """
-    uri = f"{source.absolute().as_uri()}?mode=ro&immutable=1"
     try:
-        with closing(sqlite3.connect(uri, uri=True)) as read, closing(sqlite3.connect(target)) as written:
-            read.text_factory = lambda raw: raw.decode("utf-8", "replace")
+        with open_database(source) as read, closing(sqlite3.connect(target)) as written:
             _Copy(read, written, names).copy()
             written.commit()
     except sqlite3.Error as error:

@@ -7,7 +7,6 @@ import ast
 import re
 import sqlite3
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +32,7 @@ from megatron_lite.analysis.trace.nsys_gaps import (
     find_unread_tables,
     read_diagnostics,
 )
+from megatron_lite.analysis.trace.sqlite_file import open_database
 
 # ENUM_NSYS_EVENT_TYPE
 _PUSH_POP = 59
@@ -229,8 +229,7 @@ class _Tables:
 def read_nsys(path: Path) -> tuple[Trace, ...]:
     """The traces in `path`, by process id. Raises TraceError for an sqlite file of something else."""
     try:
-        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)) as database:
-            database.text_factory = lambda raw: raw.decode("utf-8", "replace")
+        with open_database(path) as database:
             tables = _Tables(database)
             if not tables.is_nsys:
                 why = "an sqlite file, but not of Nsight Systems (nsys export --type sqlite makes one)."

@@ -3,10 +3,10 @@
 import re
 import sqlite3
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from pathlib import Path
 
 from megatron_lite.analysis.trace.diagnostics import MAX_DIAGNOSTIC, MAX_DIAGNOSTICS
+from megatron_lite.analysis.trace.sqlite_file import open_database
 
 Query = Callable[..., sqlite3.Cursor]
 Columns = Mapping[str, set[str]]  # table -> its columns
@@ -115,7 +115,7 @@ def read_diagnostics(query: Query, columns: Columns) -> Owned:
 def name_database(path: Path) -> str:
     """Name the other profiler that wrote the sqlite file; "" for what may be of Nsight Systems, or cannot be read."""
     try:
-        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)) as database:
+        with open_database(path) as database:
             tables = {str(name) for (name,) in database.execute("SELECT name FROM sqlite_master")}
     except (sqlite3.Error, ValueError):
         return ""
