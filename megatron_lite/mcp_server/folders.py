@@ -39,7 +39,7 @@ class NamedFolders:
         named = text[:MAX_PATH_LETTERS]
         for root in self.roots:
             place = _resolve(root, text)
-            if not self.hold(place):
+            if not self._contains(place):
                 raise UserError(
                     f"{named}: {self._describe_outside()}; name a path within them, or start it with that folder, too."
                 )
@@ -47,7 +47,7 @@ class NamedFolders:
                 return place
         raise UserError(f"{named}: there is no such file or folder; {self._describe_content()}")
 
-    def hold(self, place: Path) -> bool:
+    def _contains(self, place: Path) -> bool:
         """Whether a path, absolute and without links, lies in one of the folders, or is one of them."""
         return any(place.is_relative_to(root) for root in self.roots)
 
@@ -67,7 +67,7 @@ class NamedFolders:
         """
         for word in words:
             for piece in SEPARATORS.split(word):
-                if piece and not self.hold(_resolve(folder, piece)):
+                if piece and not self._contains(_resolve(folder, piece)):
                     raise UserError(
                         f"{piece[:MAX_PATH_LETTERS]}: {self._describe_outside()}; leave it out, since a plan needs "
                         "neither data nor checkpoints, or start the server with that folder, too."
