@@ -143,7 +143,9 @@ def tune(planted: Planted, folder: Path, minutes: float, more: list[str]) -> Ans
     printed = done.stdout + done.stderr
     shown = f"$ {planted.variables} megatron-lite tune {shlex.join(words[4:])}\n{printed}"
     (folder / "printed.txt").write_text(shown, encoding="utf-8")
-    lines = [decode_line(line) for line in ledger.read_bytes().splitlines()]
+    # none where the command was refused
+    written = ledger.read_bytes() if ledger.exists() else b""
+    lines = [decode_line(line) for line in written.splitlines()]
     outcomes = [line for line in lines if isinstance(line, TuneOutcome)]
     recorded = [line for line in lines if isinstance(line, MeasuredRun) and line.purpose == "record"]
     return Answer(
