@@ -39,25 +39,14 @@ def read_claims(found: dict) -> list[Claim]:
     rest = 100.0 - idle - compute
     rows = [(idle, *describe_idle(found, idle))]
     kernels = {row["kernel_type"]: row["sum"] for row in list_rows(found["kernels"])}
-    talking = kernels.get("COMMUNICATION", 0)
-    copying = kernels.get("MEMORY", 0)
-    whole = max(talking + copying, 1)
-    rows.append(
-        (
-            rest * talking / whole,
-            ("exposed-communication",),
-            (),
-            f"communication without overlap {rest * talking / whole:.0f}%",
-        )
-    )
-    rows.append(
-        (
-            rest * copying / whole,
-            ("host-device-copies",),
-            (),
-            f"memory kernels without overlap {rest * copying / whole:.0f}%",
-        )
-    )
+    named = {
+        "exposed-communication": ("communication", kernels.get("COMMUNICATION", 0)),
+        "host-device-copies": ("memory kernels", kernels.get("MEMORY", 0)),
+    }
+    whole = max(sum(spent for _, spent in named.values()), 1)
+    for name, (what, spent) in named.items():
+        share = rest * spent / whole
+        rows.append((share, (name,), (), f"{what} without overlap {share:.0f}%"))
     claims = []
     for share, classes, families, text in sorted(rows, key=lambda row: -row[0]):
         if share >= MIN_SHARE:
