@@ -16,12 +16,12 @@ MAX_MEMORY_PER_BUNDLED_BYTE = 60
 _HEAD = b'{"megatron_lite_evidence":'
 
 
-class BundledEvidence(msgspec.Struct):
+class BundledEvidence(msgspec.Struct, kw_only=True):
     """Content of the evidence in a bundle."""
 
-    evidence: JobEvidence
-    # of this format; raised when a reader of the old form would be wrong
+    # of this format; raised when a reader of the old form would be wrong. It stands first: a file is known by it
     schema: int = msgspec.field(default=BUNDLED_EVIDENCE_SCHEMA, name="megatron_lite_evidence")
+    evidence: JobEvidence
 
 
 def is_bundled_evidence(head: bytes, path: Path) -> bool:
@@ -31,8 +31,7 @@ def is_bundled_evidence(head: bytes, path: Path) -> bool:
 
 def encode_evidence(evidence: JobEvidence) -> bytes:
     """The content of the file."""
-    content = {"megatron_lite_evidence": BUNDLED_EVIDENCE_SCHEMA, "evidence": evidence}
-    return msgspec.json.encode(content)
+    return msgspec.json.encode(BundledEvidence(evidence=evidence))
 
 
 def read_bundled_evidence(path: Path) -> JobEvidence:
