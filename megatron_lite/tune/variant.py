@@ -37,8 +37,8 @@ class TunedCommand:
         arguments = self.words[self.first_argument :]
         found = None
         for at, word in enumerate(arguments):
-            is_given, equals, value = word.partition("=")
-            if is_given != name:
+            spelled, equals, value = word.partition("=")
+            if spelled != name:
                 continue
             if equals:
                 found = value
@@ -93,7 +93,7 @@ class TunedCommand:
         if setting.value is None:
             return kept
         at_end = len(kept) if place is None else place
-        return [*kept[:at_end], *write_setting(setting), *kept[at_end:]]
+        return [*kept[:at_end], *_write_setting(setting), *kept[at_end:]]
 
     def _count_values(self, arguments: list[str] | tuple[str, ...], at: int) -> int:
         """Count the words behind a flag that are its value."""
@@ -102,8 +102,8 @@ class TunedCommand:
         return 0 if arguments[at + 1].startswith("--") else 1
 
 
-def write_setting(setting: KnobSetting) -> list[str]:
-    """Write a setting that has a value as words: of a command for flags and arguments, before it for variables."""
+def _write_setting(setting: KnobSetting) -> list[str]:
+    """Write a flag or an argument that has a value as words of a command."""
     assert setting.value is not None
     if setting.kind == "flag":
         return [setting.name, setting.value] if setting.value else [setting.name]
