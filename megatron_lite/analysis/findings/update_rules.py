@@ -22,10 +22,9 @@ from megatron_lite.analysis.findings.base import (
     saw_nothing,
 )
 from megatron_lite.analysis.findings.settings import WITHOUT
-from megatron_lite.analysis.graph.edits.change import scale_work
-from megatron_lite.analysis.graph.edits.fusion import fuse_operators, fuse_update
+from megatron_lite.analysis.graph.edits.fusion import fuse_update
 from megatron_lite.analysis.graph.edits.left_out import leave_out_phases
-from megatron_lite.analysis.graph.graph import ActivityKind, Graph
+from megatron_lite.analysis.graph.graph import Graph
 from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.run.learning import MIN_UPDATES, find_clip_limit, measure_learning
 from megatron_lite.analysis.run.run_results import Run
@@ -42,10 +41,6 @@ LOOP = "aten::addcdiv_"
 RANGE = "Optimizer.step#"  # PyTorch's own, around step()
 OPTIMIZER_PHASE = re.compile(rf"{Phase.OPTIMIZER_STEP}$|Optimizer\.step#")
 MIN_TENSORS = 4  # parameter tensors whose loop would not be worth a word
-# How often AdamW reads or writes each element: torch's _single_tensor_adamw in mul_, lerp_, mul_, addcmul_, sqrt, div,
-# add_ and addcdiv_; a fused one reads weight, gradient and two moments, and writes all but the gradient.
-SINGLE_PASSES = 21
-FUSED_PASSES = 7
 
 
 @rule("unfused-optimizer", "optimizer that is not fused", "phases", "kernels", "operators", needs="trace")
@@ -85,13 +80,11 @@ def find_unfused_optimizer(facts: Facts, one: RankFacts) -> Finding | Observatio
 
 
 def _fuse_update(graph: Graph) -> Graph:
-    """Let the update call each operator once per step, and read and write its tensors in one pass."""
-    phases = [phase for phase in graph.phases if OPTIMIZER_PHASE.search(phase)]
-    fuse = fuse_operators if graph.on_device else fuse_update
-    for phase in phases:
-        graph = fuse(graph, phase)
-    kernels = graph.find_phase(*phases) & graph.find_kind(ActivityKind.KERNEL)
-    return scale_work(graph, kernels, FUSED_PASSES / SINGLE_PASSES) if kernels.any() else graph
+    """Let the update read and write its tensors in one pass, in every phase that holds some of it."""
+    for phase in graph.phases:
+        if OPTIMIZER_PHASE.search(phase):
+            graph = fuse_update(graph, phase)
+    return graph
 
 
 def _measure_update(one: RankFacts) -> float:

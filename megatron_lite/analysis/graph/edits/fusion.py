@@ -87,6 +87,9 @@ ACCESSES = {
     "maximum": 3,
     "zero": 1,
 }
+# torch's _single_tensor_adamw
+ADAMW = ("mul", "lerp", "mul", "addcmul", "sqrt", "div", "add", "addcdiv")
+SINGLE_ACCESSES = sum(ACCESSES[name] for name in ADAMW)
 # weight, gradient and two moments are read, and all but the gradient written
 FUSED_ACCESSES = 7
 LAST_OF_UPDATE = "addcdiv"  # Adam's step; one for each tensor
@@ -97,14 +100,16 @@ def fuse_update(graph: Graph, phase: str) -> Graph:
     formula (fused=True).
 
     An operator takes its time for what it reads and writes of each element: all of them together shrink to what one
-    pass reads and writes. A phase without such an update, or on a device, stays as it is.
+    pass reads and writes. On a device kernels shrink so, as those of AdamW would, and each operator is called once. A
+    phase of the host without such an update stays as it is.
 
     Args:
         graph: the graph.
         phase: its name.
     """
     if graph.on_device:
-        return graph
+        kernels = graph.find_phase(phase) & graph.find_kind(ActivityKind.KERNEL)
+        return scale_work(fuse_operators(graph, phase), kernels, FUSED_ACCESSES / SINGLE_ACCESSES)
     names = [_name_formula(name) for name in graph.names]
     in_phase = graph.find_phase(phase)
     accesses_of = np.array([*(ACCESSES.get(name, 0) for name in names), 0])
