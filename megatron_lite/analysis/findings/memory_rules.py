@@ -28,8 +28,6 @@ from megatron_lite.analysis.findings.product_rules import SIXTEEN_BITS
 from megatron_lite.analysis.findings.reserved_rules import EXPANDABLE_SEGMENTS, MIN_UNUSED_BYTES
 from megatron_lite.analysis.findings.settings import WITHOUT
 from megatron_lite.analysis.graph.edits.recomputation import drop_recomputation
-from megatron_lite.analysis.graph.edits.recomputation import find_recomputed as find_computed_again
-from megatron_lite.analysis.graph.graph import Graph
 from megatron_lite.analysis.memory.memory_results import GROWS_WITH_BATCH, OUTSIDE, OutOfMemory, Snapshot
 from megatron_lite.analysis.rank_facts import MATTERS, RankFacts, in_ms
 from megatron_lite.analysis.run.run_results import Run
@@ -292,12 +290,7 @@ def find_attention_memory(facts: Facts, most: Snapshot) -> Finding | Observation
 SELECTIVE = "--recompute-granularity selective"
 
 
-def _keep_activations(graph: Graph) -> Graph:
-    """Leave out what backward computes of forward once more; where a trace does not show it, the graph stays."""
-    return drop_recomputation(graph) if find_computed_again(graph).any() else graph
-
-
-KEEP_ACTIVATIONS = Edit("keep activations instead of recomputing them", _keep_activations)
+KEEP_ACTIVATIONS = Edit("keep activations instead of recomputing them", drop_recomputation)
 NEEDLESS = f"{WITHOUT}--recompute-granularity full --recompute-method --recompute-num-layers"
 MIN_GAIN = 0.40  # of the peak, that it must save to be worth a second forward
 MIN_STORED_LAYERS = 4  # with fewer, the one being recomputed is most of it
