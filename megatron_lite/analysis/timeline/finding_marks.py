@@ -49,7 +49,8 @@ class FindingMarks:
             named = [rank for rank in self.ranks if rank.one.time.rank == finding.rank]
             return named[0] if named else None
         for evidence in finding.evidence:
-            source = getattr(evidence.where, "source", "")
+            place = evidence.where
+            source = place.source if isinstance(place, EventPlace) else ""
             shown = [rank for rank in self.ranks if rank.one.trace.source == source]
             if shown:
                 return shown[0]
@@ -57,7 +58,7 @@ class FindingMarks:
 
     def _find_whole_window(self) -> tuple[int, int]:
         """Find when the first rank begins its steady steps, and when the last one ends them."""
-        windows = [find_window(rank) for rank in self.ranks]
+        windows = [find_steady_time(rank) for rank in self.ranks]
         return min(start for start, _ in windows), max(end for _, end in windows)
 
     def _mark(
@@ -100,7 +101,7 @@ class FindingMarks:
 
     def _mark_rank(self, rank: RankTracks) -> Iterator[Slices]:
         """Mark the findings of one rank."""
-        start_ns, end_ns = find_window(rank)
+        start_ns, end_ns = find_steady_time(rank)
         stretches = []
         for finding in self.report.findings:
             if self._find_rank(finding) is rank:
@@ -132,7 +133,7 @@ def name_finding(finding: Finding) -> str:
     return f"[{finding.code}] {finding.title}"
 
 
-def find_window(rank: RankTracks) -> tuple[int, int]:
+def find_steady_time(rank: RankTracks) -> tuple[int, int]:
     """Find when the steady steps of a rank begin and end, ns on the clock of all ranks; all it has without any."""
     all_steps = rank.one.placing.steps
     steps = [step for step in all_steps if step.steady] or list(all_steps)

@@ -26,7 +26,14 @@ from megatron_lite.analysis.timeline.timeline_results import (
     TimelineProcess,
     Track,
 )
-from megatron_lite.analysis.timeline.tracks import SingleSlice, TrackMaker, lay_covers, lay_stretches, take
+from megatron_lite.analysis.timeline.tracks import (
+    SingleSlice,
+    TrackMaker,
+    lay_covers,
+    lay_stretches,
+    make_text_argument,
+    take,
+)
 from megatron_lite.analysis.trace.columns import DEVICE_KINDS, Kind
 from megatron_lite.formats.perfetto_trace import MAX_TID
 from megatron_lite.phases import Phase
@@ -398,14 +405,6 @@ class RankTracks:
         """
         track = self.maker.make_track(self.process, name, Order.COUNTERS, counter=unit)
         return Counts(track, time_ns, values)
-
-
-def make_text_argument(name: str, values: Sequence[str]) -> TextArgument:
-    """Make an argument of the texts of n slices; "" for none."""
-    texts = list(dict.fromkeys(value for value in values if value))
-    place_of_text = {text: place for place, text in enumerate(texts)}
-    places = [place_of_text.get(value, -1) for value in values]
-    return TextArgument(name, np.array(places, np.int64), texts)
 
 
 def choose_numbers(written: Sequence[str]) -> list[int]:

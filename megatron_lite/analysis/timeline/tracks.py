@@ -138,9 +138,14 @@ def _gather_argument(name: str, values: Sequence[str | int | None]) -> Argument:
     if any(isinstance(value, int) for value in values):
         numbers = [value if isinstance(value, int) else -1 for value in values]
         return NumberArgument(name, np.array(numbers, np.int64))
-    texts = list(dict.fromkeys(value for value in values if isinstance(value, str)))
+    return make_text_argument(name, [value if isinstance(value, str) else "" for value in values])
+
+
+def make_text_argument(name: str, values: Sequence[str]) -> TextArgument:
+    """Make an argument of the texts of n slices; "" for none."""
+    texts = list(dict.fromkeys(value for value in values if value))
     place_of_text = {text: place for place, text in enumerate(texts)}
-    places = [place_of_text[value] if isinstance(value, str) else -1 for value in values]
+    places = [place_of_text.get(value, -1) for value in values]
     return TextArgument(name, np.array(places, np.int64), texts)
 
 
