@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_lite.analysis.findings.base import Finding
-from megatron_lite.analysis.graph.build import MAX_GRAPH_EVENTS, build_graph
+from megatron_lite.analysis.graph.build import build_graph, explain_size
 from megatron_lite.analysis.graph.graph import Graph
 from megatron_lite.analysis.graph.replay import check_replay
 from megatron_lite.analysis.graph.sequence import NamedEdit, OrderedGains, measure_gains
@@ -79,10 +79,7 @@ def _explain_before(facts: Facts, verdict: Verdict) -> str:
         return verdict.why
     if verdict.bound == "failure":
         return "the run failed"
-    events = sum(len(one.trace.events) for one in facts.graph_ranks)
-    if events > MAX_GRAPH_EVENTS:
-        return f"{events:,} events are too many for a graph of their dependencies, {MAX_GRAPH_EVENTS:,} are the most"
-    return ""
+    return explain_size([one.trace for one in facts.graph_ranks])
 
 
 def _explain_doubt(graph: Graph, step_ms: float) -> str:

@@ -10,10 +10,10 @@ from support.paths import SHARED
 from support.trace_maker import MadeTrace, write
 from support.training_maker import gpu
 
-from megatron_lite.analysis import gains
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.findings.base import Edit
 from megatron_lite.analysis.gains import describe_next_steps, find_gains
+from megatron_lite.analysis.graph import build
 from megatron_lite.analysis.graph.build import build_graph
 from megatron_lite.analysis.graph.edits.change import scale_work
 from megatron_lite.analysis.graph.edits.syncs import drop_syncs_of
@@ -103,7 +103,7 @@ def test_a_contradicted_graph_claims_nothing(tmp_path):
 
 
 def test_too_many_events_claim_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(gains, "MAX_GRAPH_EVENTS", 10)
+    monkeypatch.setattr(build, "MAX_GRAPH_EVENTS", 10)
     report = report_on(tmp_path, make_loading_and_syncing())
     assert f"{len(report.facts.critical.trace.events):,}" in report.gains.why_not
     assert all(finding.gain_is_bound for finding in report.findings)

@@ -39,6 +39,14 @@ from megatron_lite.analysis.trace.columns import Numbered, Trace
 MAX_GRAPH_EVENTS = 4_000_000  # of all ranks' traces: a graph of more takes longer, and more memory, than reading them
 
 
+def explain_size(traces: Sequence[Trace]) -> str:
+    """Explain why traces hold too many events for one graph; '' where they do not."""
+    events = sum(len(trace.events) for trace in traces)
+    if events <= MAX_GRAPH_EVENTS:
+        return ""
+    return f"{events:,} events are too many for a graph of their dependencies, {MAX_GRAPH_EVENTS:,} are the most"
+
+
 def build_graph(ranks: Sequence[tuple[Trace, Placing]]) -> Graph:
     """Build the graph of the ranks of one run.
 

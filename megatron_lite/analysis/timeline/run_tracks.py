@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_lite.analysis.graph.build import MAX_GRAPH_EVENTS, build_graph
+from megatron_lite.analysis.graph.build import build_graph, explain_size
 from megatron_lite.analysis.graph.graph import ActivityKind, Graph
 from megatron_lite.analysis.graph.replay import CriticalPath, check_replay, describe_kind, find_critical_path, replay
 from megatron_lite.analysis.intervals import Numbers, union
@@ -38,9 +38,9 @@ def lay_graph(
         maker: makes the track.
         zero_ns: the moment 0 of the timeline, on the clock of the graph.
     """
-    number = sum(len(rank.one.trace.events) for rank in ranks)
-    if number > MAX_GRAPH_EVENTS:
-        return GraphTracks(f"left out: {number:,} events, {MAX_GRAPH_EVENTS:,} are replayed at most", ())
+    too_large = explain_size([rank.one.trace for rank in ranks])
+    if too_large:
+        return GraphTracks(f"left out: {too_large}", ())
     graph = build_graph([(rank.one.trace, rank.one.placing) for rank in ranks])
     trust = check_replay(graph)
     if trust.why_not:
