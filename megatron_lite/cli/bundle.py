@@ -42,8 +42,8 @@ class Bundle:
         self.made: CleanFolder = clean_folder(paths, self.folder)
         self._report = report
 
-    def describe(self) -> list[str]:
-        """Make the report on what is left, beside it. Returns the lines that say what was taken out."""
+    def add_report(self) -> list[str]:
+        """Put the report on what is left beside it. Returns the lines that say what was taken out."""
         from megatron_lite.analysis.analyze import analyze
         from megatron_lite.bundle.archive import LIST_FILE
         from megatron_lite.bundle.taken_out import describe_taken_out
@@ -104,7 +104,7 @@ def write_bundle(paths: list[str], report: "Report", path: Path) -> Iterator[lis
     """
     with tempfile.TemporaryDirectory() as folder:
         bundle = Bundle([Path(one) for one in paths], report, Path(folder))
-        yield bundle.describe()
+        yield bundle.add_report()
         yield [bundle.write(path)]
 
 

@@ -17,7 +17,7 @@ def make_bundle(paths: list[Path], folder: Path) -> tuple[Path, list[str]]:
     folder.mkdir()
     report = analyze(paths)
     bundle = Bundle(paths, report, folder)
-    lines = bundle.describe()
+    lines = bundle.add_report()
     again = analyze([bundle.folder])
     assert list(find_differences(report, again)) == []
     assert as_json(report)["verdict"]["word"] == as_json(again)["verdict"]["word"]
