@@ -13,7 +13,7 @@ from megatron_lite.analysis.failed_job import find_evidence
 from megatron_lite.analysis.trace.columns import TraceError
 from megatron_lite.bundle.clean_nsys import clean_nsys
 from megatron_lite.bundle.clean_records import clean_record
-from megatron_lite.bundle.clean_run import clean_run, find_names
+from megatron_lite.bundle.clean_run import clean_run, hide_machine
 from megatron_lite.bundle.clean_snapshot import clean_snapshot
 from megatron_lite.bundle.clean_trace import clean_trace
 from megatron_lite.bundle.names import Secret, Substitutes
@@ -53,7 +53,7 @@ def clean_folder(paths: Sequence[Path], folder: Path) -> CleanFolder:
     if evidence is not None:
         _add_evidence(evidence, made)
     for run_folder in sources.run_folders:
-        find_names(run_folder, made.names)
+        hide_machine(run_folder, made.names)
         clean_run(run_folder, folder, made.names)
     for number, path in enumerate(sources.traces, start=1):
         _add_trace(look_at(path, named=True), number, made)

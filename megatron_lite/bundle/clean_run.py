@@ -43,8 +43,13 @@ def clean_run(source: Path, target: Path, names: Substitutes) -> None:
     _clean_verdict(source / RANKS_FILE, target / RANKS_FILE, names)
 
 
-def find_names(folder: Path, names: Substitutes) -> None:
-    """Note names of machines that a run's record holds, so that they are found wherever they stand."""
+def hide_machine(folder: Path, names: Substitutes) -> None:
+    """Have the name of the machine that a run's record holds replaced wherever it stands.
+
+    Args:
+        folder: A run folder.
+        names: What stands in the place of names.
+    """
     record, _ = read_record(folder)
     if record is not None and record.process is not None:
         names.hide(Secret.HOST, record.process.host)
