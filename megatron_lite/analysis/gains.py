@@ -4,10 +4,10 @@ Findings whose remedy a change of the dependency graph stands for carry it (Find
 replayed with these changes. All others keep the upper bound that their rule gives.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_lite.analysis.findings.base import Finding
+from megatron_lite.analysis.findings.base import Edit, Finding
 from megatron_lite.analysis.graph.build import build_graph, explain_size
 from megatron_lite.analysis.graph.graph import Graph
 from megatron_lite.analysis.graph.replay import check_replay
@@ -39,9 +39,9 @@ def find_gains(facts: Facts, findings: Sequence[Finding], verdict: Verdict) -> G
         findings: what the rules found.
         verdict: of the run; without a conclusion nothing is claimed.
     """
-    edited = [found for found in findings if found.edit is not None]
+    edits = {found.code: found.edit for found in findings if found.edit is not None}
     critical = facts.critical
-    if critical is None or not edited:
+    if critical is None or not edits:
         return GainedFindings(tuple(findings), None)
     why_not = _explain_before(facts, verdict)
     if why_not:
@@ -50,15 +50,14 @@ def find_gains(facts: Facts, findings: Sequence[Finding], verdict: Verdict) -> G
     why_not = _explain_doubt(graph, critical.time.step_ms)
     if why_not:
         return GainedFindings(tuple(findings), _claim_nothing(critical.time.step_ms, why_not))
-    edits = [NamedEdit(found.code, found.edit.apply) for found in edited if found.edit is not None]
-    measured = measure_gains(graph, edits)
+    measured = measure_gains(graph, [NamedEdit(code, edit.apply) for code, edit in edits.items()])
     if not measured.alone_ms:
         return GainedFindings(tuple(findings), _claim_nothing(critical.time.step_ms, NOTHING_CHANGED))
     # replayed steps differ a little from the mean of all steady ones, which is what the report shows
     scale = critical.time.step_ms / measured.before_ms
     gained = [_put_gain(found, measured, scale) for found in findings]
-    order = _describe_order(edited, measured, scale)
-    doubts = _list_doubts(facts, graph, edited, order, verdict)
+    order = _describe_order(edits, measured, scale)
+    doubts = _list_doubts(facts, graph, findings, order, verdict)
     gains = Gains(
         step_ms=critical.time.step_ms,
         order=order,
@@ -109,26 +108,25 @@ def _put_gain(found: Finding, measured: OrderedGains, scale: float) -> Finding:
         measured: what was replayed, by code.
         scale: ms of the report by ms of the replay.
     """
-    if found.edit is None or found.code not in measured.alone_ms:
+    if found.code not in measured.alone_ms:
         return found
     return replace(found, gain_ms=measured.alone_ms[found.code] * scale, gain_is_bound=False)
 
 
-def _describe_order(edited: Sequence[Finding], measured: OrderedGains, scale: float) -> tuple[OrderedChange, ...]:
+def _describe_order(edits: Mapping[str, Edit], measured: OrderedGains, scale: float) -> tuple[OrderedChange, ...]:
     """Describe the changes that are worth making, in their order.
 
     Args:
-        edited: the findings whose remedies were replayed.
+        edits: the remedies that were replayed, by the finding's code.
         measured: what was replayed.
         scale: ms of the report by ms of the replay.
     """
-    changes = {found.code: found.edit.change for found in edited if found.edit is not None}
     order = []
     for gain in measured.order:
         order.append(
             OrderedChange(
                 code=gain.name,
-                change=changes[gain.name],
+                change=edits[gain.name].change,
                 alone_ms=gain.alone_ms * scale,
                 ms=gain.ms * scale,
                 step_ms=gain.step_ms * scale,
@@ -140,7 +138,7 @@ def _describe_order(edited: Sequence[Finding], measured: OrderedGains, scale: fl
 def _list_doubts(
     facts: Facts,
     graph: Graph,
-    edited: Sequence[Finding],
+    findings: Sequence[Finding],
     order: Sequence[OrderedChange],
     verdict: Verdict,
 ) -> list[str]:
@@ -149,7 +147,7 @@ def _list_doubts(
     Args:
         facts: the run.
         graph: the graph of its steps.
-        edited: the findings whose remedies were replayed.
+        findings: what the rules found.
         order: the changes that are worth making.
         verdict: of the run.
     """
@@ -161,7 +159,7 @@ def _list_doubts(
         # its reasons stand beside it
         doubts.append("the verdict's confidence is low")
     codes = {one.code for one in order}
-    likely = [found.code for found in edited if found.code in codes and not found.certain]
+    likely = [found.code for found in findings if found.code in codes and not found.certain]
     if likely:
         doubts.append(f"likely causes only: {', '.join(likely)}")
     return doubts
