@@ -113,7 +113,7 @@ def run(argv: list[str]) -> None:
 
 
 def _write_files(report: "Report", options: argparse.Namespace) -> list[str]:
-    """Write the page, the numbers and the baseline. Returns lines that name them."""
+    """Write the page, the numbers, the baseline and the merged trace. Returns lines that name them."""
     from megatron_lite.report.html import html_page
     from megatron_lite.report.json_file import json_text, ranks_text
 
