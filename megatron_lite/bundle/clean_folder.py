@@ -13,10 +13,11 @@ from megatron_lite.analysis.failed_job import find_evidence
 from megatron_lite.analysis.trace.columns import TraceError
 from megatron_lite.bundle.clean_nsys import clean_nsys
 from megatron_lite.bundle.clean_records import clean_record
-from megatron_lite.bundle.clean_run import clean_run, hide_machine
+from megatron_lite.bundle.clean_run import clean_run
 from megatron_lite.bundle.clean_snapshot import clean_snapshot
 from megatron_lite.bundle.clean_trace import clean_trace
 from megatron_lite.bundle.names import Secret, Substitutes
+from megatron_lite.bundle.owners import find_owners
 from megatron_lite.errors import UserError
 from megatron_lite.formats.file_names import EVIDENCE_FILE
 from megatron_lite.postmortem.bundled_evidence import encode_evidence
@@ -50,10 +51,11 @@ def clean_folder(paths: Sequence[Path], folder: Path) -> CleanFolder:
     sources = discover_sources(paths, may_be_none=evidence is not None)
     made = CleanFolder(folder, Substitutes())
     _hide_this_machine(made.names)
+    for kind, name in find_owners(sources, evidence):
+        made.names.hide(kind, name)
     if evidence is not None:
         _add_evidence(evidence, made)
     for run_folder in sources.run_folders:
-        hide_machine(run_folder, made.names)
         clean_run(run_folder, folder, made.names)
     for number, path in enumerate(sources.traces, start=1):
         _add_trace(look_at(path, named=True), number, made)
@@ -73,21 +75,9 @@ def _hide_this_machine(names: Substitutes) -> None:
 
 def _add_evidence(evidence: JobEvidence, made: CleanFolder) -> None:
     """Write what a failed job left, as records: logs, error files and stacks hold texts of all kinds."""
-    names = made.names
-    for host in list_hosts(evidence):
-        names.hide(Secret.HOST, host)
-    names.enter("evidence of the failure")
-    (made.folder / EVIDENCE_FILE).write_bytes(encode_evidence(clean_record(evidence, names)))
-
-
-def list_hosts(evidence: JobEvidence) -> set[str]:
-    """The machines that the records of a failed job name."""
-    hosts: set[str | None] = {record.host for record in evidence.stacks}
-    hosts |= {record.host for record in evidence.ends}
-    hosts |= {record.host for record in evidence.events}
-    hosts |= {record.host for record in evidence.progress}
-    hosts |= {record.host for record in evidence.unanswered}
-    return {host for host in hosts if host}
+    made.names.enter("evidence of the failure")
+    cleaned = clean_record(evidence, made.names)
+    (made.folder / EVIDENCE_FILE).write_bytes(encode_evidence(cleaned))
 
 
 def _add_trace(file: SourceFile, number: int, made: CleanFolder) -> None:

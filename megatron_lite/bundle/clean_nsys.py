@@ -73,7 +73,7 @@ class _Copy:
         tables = [
             name for (name,) in self.read.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')")
         ]
-        known = [table for table in tables if _TABLES.fullmatch(table)]
+        known = [table for table in tables if _TABLES.fullmatch(table) and self._is_public(table)]
         self.names.drop("other tables of the export", len(set(tables) - set(known) - {_STRINGS}))
         for table in known:
             columns = [row[1] for row in self.read.execute(f'PRAGMA table_info("{table}")')]

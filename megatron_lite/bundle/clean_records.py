@@ -17,6 +17,7 @@ MAX_DEPTH_OF_VALUES = 16
 
 _IDENTIFIER = re.compile(r"\S{1,80}")
 _DATE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4}")
+_WORDS_IN_A_ROW = re.compile(r"(?<!\S)[A-Za-z]\S*(?:\s+[A-Za-z][^\s/=.]*)+(?!\S)")
 _VERSION = re.compile(r"\d+(?:\.\d+){0,3}(?:(?:a|b|rc|\.dev|\.post)\d+)?(?:\+(?:cpu|cu\d{2,3}|rocm[\d.]+|xpu))?")
 
 
@@ -52,7 +53,9 @@ def _clean_source(names: Substitutes, text: str) -> str | None:
 
 
 def _clean_command(names: Substitutes, text: str) -> str | None:
-    return " ".join(names.clean_command(text.split()))
+    """A command line whose quotes are lost: words in a row may be a text, and are taken out together."""
+    words = _WORDS_IN_A_ROW.sub(lambda found: names.clean_text(found[0]), text).split()
+    return " ".join(names.clean_command(words))
 
 
 def clean_key(names: Substitutes, text: str) -> str:

@@ -9,7 +9,7 @@ import msgspec
 from megatron_lite.analysis.run.read_record import read_record
 from megatron_lite.analysis.run.step_lines import read_damaged_line
 from megatron_lite.bundle.clean_records import clean_record
-from megatron_lite.bundle.names import Secret, Substitutes
+from megatron_lite.bundle.names import Substitutes
 from megatron_lite.formats.failure_record import FailureRecord, encode_failure
 from megatron_lite.formats.file_names import RANKS_FILE, RUN_FILE, STEPS_FILE
 from megatron_lite.formats.run_record import RunRecord, encode_run
@@ -41,18 +41,6 @@ def clean_run(source: Path, target: Path, names: Substitutes) -> None:
         _clean_steps(source / STEPS_FILE, target / STEPS_FILE, names)
     names.enter(RANKS_FILE)
     _clean_verdict(source / RANKS_FILE, target / RANKS_FILE, names)
-
-
-def hide_machine(folder: Path, names: Substitutes) -> None:
-    """Have the name of the machine that a run's record holds replaced wherever it stands.
-
-    Args:
-        folder: A run folder.
-        names: What stands in the place of names.
-    """
-    record, _ = read_record(folder)
-    if record is not None and record.process is not None:
-        names.hide(Secret.HOST, record.process.host)
 
 
 def _clean_record_of_run(source: Path, target: Path, record: RunRecord, names: Substitutes) -> None:

@@ -10,9 +10,9 @@ from megatron_lite.bundle.names import Substitutes
 _EVENT = {
     "action": Substitutes.clean_label,
     "compile_context": Substitutes.clean_name,
-    "user_metadata": Substitutes.clean_name,
+    "user_metadata": Substitutes.clean_label,
 }
-_BLOCK = {"state": Substitutes.clean_label, "user_metadata": Substitutes.clean_name}
+_BLOCK = {"state": Substitutes.clean_label, "user_metadata": Substitutes.clean_label}
 _SEGMENT = {"segment_type": Substitutes.clean_label}
 _ANNOTATION = {"stage": Substitutes.clean_label, "name": Substitutes.clean_name}
 _FRAME = {"filename": Substitutes.clean_path, "name": Substitutes.clean_name}

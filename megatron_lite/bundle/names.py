@@ -55,23 +55,52 @@ MAX_WORDS_OF_MEANING = 12
 # of what is looked for in texts, as it is the name of a user or a machine
 MIN_SECRET_LETTERS = 3
 
-_EMAIL = re.compile(r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+")
+# "user@machine", the beginning of "git@machine:group/project.git", too
+_EMAIL = re.compile(r"(?<![\w.+-])[\w.+-]+@[\w-]+(?:\.[\w-]+)+")
+_REMOTE = re.compile(r"(?<![\w.+-])[\w.+-]+@[\w.-]+:[^\s\"'<>,;]+")
 _URL = re.compile(r"\b\w+://[^\s\"'<>]+")
-_IPV4 = re.compile(r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?![\w.])")
+_IPV4 = re.compile(r"(?<![A-Za-z0-9.])\d{1,3}(?:\.\d{1,3}){3}(?![A-Za-z0-9]|\.\d)")
+# in names of machines: ip-10-11-12-13
+_DASHED_IPV4 = re.compile(r"(?<![A-Za-z0-9])(?:ip-\d{1,3}|10|127|172|192)(?:-\d{1,3}){3}(?![A-Za-z0-9])")
 _IPV6 = re.compile(r"(?<![\w:.])(?=[0-9a-fA-F:]*\d)(?:[0-9a-fA-F]{0,4}:){3,7}[0-9a-fA-F]{0,4}(?![\w:])")
+# "fe80::1": with so few colons only what begins as addresses do
+_SHORT_IPV6 = re.compile(
+    r"(?<![\w:.])(?:fe[89ab][0-9a-f]|f[cd][0-9a-f]{2}|[23][0-9a-f]{3})::(?:[0-9a-f]{1,4})?(?![\w:])", re.IGNORECASE
+)
+_MAC = re.compile(r"(?<![\w:-])[0-9a-fA-F]{2}(?:[:-][0-9a-fA-F]{2}){5}(?![\w:-])")
+# of machines: modules have no "-" in their names, and such endings seldom
+_DOMAIN = re.compile(
+    r"(?<![\w.-])(?:"
+    r"(?:[A-Za-z0-9][\w-]*\.)+(?:com|org|edu|gov|mil|intranet|lan|corp|localdomain)"
+    r"|(?:[A-Za-z0-9][\w-]*\.){2,}(?:local|internal|cluster|cloud)"
+    r"|(?=[\w.]*-)(?:[A-Za-z0-9][\w-]*\.)+(?:local|internal|cluster|cloud|home|net|io|ai|dev|ac|at|au|be|br|ca|ch|cn"
+    r"|cz|de|dk|es|eu|fi|fr|ie|il|in|it|jp|kr|nl|no|nz|pl|ru|se|sg|tw|uk|us)"
+    r")(?![\w-]|\.\w)"
+)
+# telephones, accounts: ten digits and more in three groups and more
+_GROUPED_NUMBER = re.compile(
+    r"(?<![\w.])\+?\(?(?=\d(?:[ ./()-]{0,2}\d){9})\d+(?:[ ./()-]{1,2}\d+){2,}(?!\w)"
+    r"|(?<![\w.])\+(?=\d(?:[ -]?\d){7})\d{1,3}(?:[ -]\d+)+(?!\w)"
+    r"|(?<![\w-])\d{3}-\d{2}-\d{4}(?![\w-])"
+)
 _PATH = re.compile(
-    r"(?<![\w./\\<>-])(?:~[\w.-]*|[A-Za-z]:|\.{1,2})?[/\\](?:[^\s/\\:;,()'\"<>|]+[/\\])+[^\s/\\:;,()'\"<>|]*"
+    r"(?<![\w./\\<>-])(?:~[\w.-]*|[A-Za-z]:|\.{1,2})?[/\\]{1,2}(?:[^\s/\\:;,()'\"<>|]+[/\\])+[^\s/\\:;,()'\"<>|]*"
 )
 # "train.py(12): step" of the profiler, "step (train.py:12)" of this package
 _FRAME = re.compile(r"(?P<path>[^()<>]*\.pyx?)(?P<line>\(\d+\): )(?P<function>.*)", re.DOTALL)
 _OWN_FRAME = re.compile(r"(?P<function>[^()]*) \((?P<path>[^()]*?)(?P<line>:\d+)?\)")
 # by which a key or a password is named
 KEY_WORDS = r"key|token|secret|passw(?:or)?d|passphrase|credential|auth"
-# "--hf-token", "WANDB_API_KEY", "--credentials", but not "--tokens"
-_NAME_OF_KEY = re.compile(rf"(?:{KEY_WORDS}|credentials)$", re.IGNORECASE)
+# "--hf-token", "WANDB_API_KEY", "--credentials", "ACCESS_KEY_ID", but not "--tokens"
+_NAME_OF_KEY = re.compile(rf"(?:{KEY_WORDS}|keys|secrets|passwords|credentials)(?:[-_]?(?:id|\d+))*$", re.IGNORECASE)
+# words of a prompt or a name, as no value of a flag has them
+_SENTENCE = re.compile(r"[A-Za-z]\s+[A-Za-z]")
+_UNPRINTABLE = re.compile(r"[^ -~]+")
 _SLASHES = re.compile(r"[/\\]+")
 _INSTALLED = ("site-packages", "dist-packages")
 _OWN_LIBRARY = re.compile(r"python3(?:\.\d+)?")
+# of packages, and of folders with anything: only at the beginning of a path that torch has shortened
+_PLAIN_PACKAGES = ("datasets", "nvidia", "ray", "streaming")
 # packages of others: files of theirs tell what a frame does, wherever they lie
 PACKAGES = frozenset(
     {
@@ -162,18 +191,21 @@ class Substitutes:
     def hide(self, kind: Secret, text: str | None) -> None:
         """From now on, replace this text wherever it stands: a machine's or a user's name."""
         key = _shorten_host(text or "") if kind is Secret.HOST else text or ""
-        is_word = key.isalpha() and is_known(key)
+        is_word = key.isdigit() or (key.isalpha() and is_known(key))
         if len(key) < MIN_SECRET_LETTERS or key == LOOPBACK or is_word or key.lower() in self._hidden:
             return
         self._hidden[key.lower()] = kind
         longest_first = sorted(self._hidden, key=len, reverse=True)
         any_of = "|".join(map(re.escape, longest_first))
-        self._secrets = re.compile(rf"(?<![A-Za-z0-9])({any_of})(?![A-Za-z0-9])", re.IGNORECASE)
+        self._secrets = re.compile(rf"(?<![A-Za-z0-9])({any_of})(?![A-Za-z0-9])(\.[A-Za-z][\w.-]*)?", re.IGNORECASE)
         self._cache.clear()
 
     def _replace_hidden(self, found: re.Match[str]) -> str:
         key = found[1].lower()
-        return self.replace(self._hidden[key], key)
+        kind = self._hidden[key]
+        # a machine's domain goes with it
+        behind = "" if kind is Secret.HOST else found[2] or ""
+        return self.replace(kind, key) + behind
 
     # --- the same name for the same text
 
@@ -209,8 +241,8 @@ class Substitutes:
 
     def _clean_name(self, text: str) -> str:
         if len(text) > MAX_LETTERS_OF_NAME:
-            text = text[:MAX_LETTERS_OF_NAME]
-            self.drop("ends of names of more than 2,000 letters")
+            end = self.replace(Secret.WORD, text[MAX_LETTERS_OF_NAME:])
+            text = f"{text[:MAX_LETTERS_OF_NAME]}.{end}"
         frame = _FRAME.fullmatch(text)
         if frame:
             return f"{self.clean_path(frame['path'])}{frame['line']}{self._clean_words(frame['function'])}"
@@ -226,7 +258,8 @@ class Substitutes:
         if is_kept is None:
             is_kept = is_known_in_symbol if MANGLED.match(text) else is_known
         text = RUN.sub(partial(self._clean_run, is_kept), text)
-        return "".join(letter if letter.isascii() and letter.isprintable() else "?" for letter in text)
+        # another word for each, so that names that differ stay apart
+        return _UNPRINTABLE.sub(partial(self._replace_found, Secret.WORD), text)
 
     def _replace_found(self, kind: Secret, found: re.Match[str]) -> str:
         return self.replace(kind, found[0])
@@ -270,7 +303,8 @@ class Substitutes:
         parts = [part for part in _SLASHES.split(text) if part]
         if not parts or text.startswith("<"):
             return self._clean_words(text)
-        start = _find_package(parts)
+        is_absolute = text.startswith(("/", "~", "\\")) or text[1:2] == ":"
+        start = _find_package(parts, is_absolute)
         if start is None:
             *folders, name = parts
             kept = [name]
@@ -285,7 +319,6 @@ class Substitutes:
         elif folders:
             self.taken[Secret.PATH, self.where].add("/".join(folders))
         # what is a library's file is told by the beginning of its path
-        is_absolute = text.startswith(("/", "~", "\\")) or text[1:2] == ":"
         return ("/" if is_absolute else "") + "/".join(cleaned)
 
     def clean_frame(self, text: str) -> str:
@@ -303,7 +336,8 @@ class Substitutes:
         for word in words:
             is_flag = word.startswith("-")
             cleaned.append(self.clean_text(word) if is_key and not is_flag else self._clean_word_of_command(word))
-            is_key = is_flag and names_key(word)
+            # a key may have several values
+            is_key = names_key(word) if is_flag else is_key
         return cleaned
 
     def _clean_word_of_command(self, word: str) -> str:
@@ -313,6 +347,8 @@ class Substitutes:
         if flag.startswith("-"):
             flag = self._clean_words(flag)
             return f"{flag}{equals}{self._clean_word_of_command(value)}" if equals else flag
+        if _SENTENCE.search(word):
+            return self.clean_text(word)
         if PurePosixPath(word).suffix in (".py", ".sh") or "/" in word:
             return self.clean_path(word)
         return word if self._is_known_label(word) else self.clean_text(word)
@@ -320,9 +356,15 @@ class Substitutes:
 
 _FORMS = (
     (Secret.URL, _URL),
+    (Secret.URL, _REMOTE),
     (Secret.EMAIL, _EMAIL),
     (Secret.ADDRESS, _IPV4),
+    (Secret.ADDRESS, _DASHED_IPV4),
     (Secret.ADDRESS, _IPV6),
+    (Secret.ADDRESS, _SHORT_IPV6),
+    (Secret.ADDRESS, _MAC),
+    (Secret.HOST, _DOMAIN),
+    (Secret.ID, _GROUPED_NUMBER),
 )
 
 
@@ -344,8 +386,13 @@ def _shorten_host(text: str) -> str:
     return text.lower() if is_address else text.partition(".")[0].lower()
 
 
-def _find_package(parts: list[str]) -> int | None:
-    """The first part that lies in an installed package, or in Python's own library; None for a file of a program."""
+def _find_package(parts: list[str], is_absolute: bool) -> int | None:
+    """The first part that lies in an installed package, or in Python's own library; None for a file of a program.
+
+    Args:
+        parts: The path's folders and the file.
+        is_absolute: Whether the path begins at the root.
+    """
     for number in reversed(range(len(parts) - 1)):
         if parts[number] in _INSTALLED:
             return number
@@ -353,7 +400,8 @@ def _find_package(parts: list[str]) -> int | None:
         if parts[number] == "lib" and _OWN_LIBRARY.fullmatch(parts[number + 1]):
             return number
     for number in range(len(parts) - 1):
-        if parts[number] in PACKAGES:
+        is_plain_name = parts[number] in _PLAIN_PACKAGES
+        if parts[number] in PACKAGES and not (is_plain_name and (number or is_absolute)):
             return number
     return None
 

@@ -8,9 +8,10 @@ from support.postmortem_cases import CASES
 from support.run_maker import RECORD, folder, step
 
 from megatron_lite.analysis.failed_job import find_failure
-from megatron_lite.bundle.clean_folder import clean_folder, list_hosts
+from megatron_lite.bundle.clean_folder import clean_folder
 from megatron_lite.bundle.clean_records import clean_record
 from megatron_lite.bundle.names import Secret, Substitutes
+from megatron_lite.bundle.owners import list_hosts
 from megatron_lite.postmortem.bundled_evidence import encode_evidence, read_bundled_evidence
 from megatron_lite.postmortem.collect import collect_evidence
 from megatron_lite.postmortem.conclude import conclude

@@ -9,6 +9,7 @@ from megatron_lite.bundle.known_words import is_known, read_known_words
 from megatron_lite.bundle.last_look import list_secrets
 from megatron_lite.bundle.names import Secret, Substitutes
 from megatron_lite.formats.run_record import RunRecord
+from megatron_lite.postmortem.evidence import ProcessStacks
 
 KEPT = (
     "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, std::array<char*, 3ul> >",
@@ -20,6 +21,11 @@ KEPT = (
     "torch/nn/modules/linear.py(125): forward",
     "<built-in method run_backward of torch._C._EngineBase object at 0x7f12ab>",
     "cudaLaunchKernel",
+    "threading.local",
+    "torch.distributed.nn.functional.all_reduce",
+    "c10::add",
+    "aten::mm, seq = 12, sizes = [[1024, 1024, 1024], [1024, 4096, 4096]]",
+    "datasets/iterable_dataset.py(125): __iter__",
 )
 # a name and the part of it that must not stay
 TAKEN = (
@@ -39,6 +45,27 @@ TAKEN = (
     ("größenordnung", "größ"),
     ("https://tracker.example.com/run/17", "tracker"),
     ("gemm \u0437\u0430\u044f\u0446", "\u0437\u0430"),
+    # of known words and short numbers alone
+    ("connect to 10.11.12.13.", "10.11.12.13"),
+    ("host_10.11.12.13_forward", "10.11.12.13"),
+    ("ip-10-11-12-13 forward", "10-11-12-13"),
+    ("worker-10-11-12-13", "10-11-12-13"),
+    ("connect to fe80::1", "fe80::1"),
+    ("connect to 2001:db8::1:2", "db8"),
+    ("device ab:cd:ef:ab:cd:ef", "ab:cd"),
+    ("device 0c-42-a1-b2-c3-d4", "0c-42"),
+    ("node12.cluster.local", "cluster.local"),
+    ("master is gpu-node.cloud:29500", "gpu-node"),
+    ("git@master.com:model/train.git", "model/train"),
+    ("user@node12:model/train", "model/train"),
+    ("s3://model-data/train/image.tar", "model-data"),
+    ("call +49 170 1234567", "170 123"),
+    ("call (555) 123-4567 890", "123-45"),
+    ("4111 1111 1111 1111", "4111 1111"),
+    ("number 123-45-6789", "45-6789"),
+    ("/mnt/datasets/patient/image.py(3): load", "patient"),
+    ("C:\\Users\\patient\\train.py(3): load", "patient"),
+    ("\\\\server\\patient\\train.py(3): load", "patient"),
 )
 
 
@@ -78,10 +105,19 @@ def test_files_of_packages_keep_their_place_wherever_they_are_installed():
     )
 
 
+def test_names_that_differ_where_they_cannot_be_printed_stay_apart():
+    names = Substitutes()
+    texts = ["\0", "\n", "\ud800", "\u2192", "gemm" * 600, "gemm" * 600 + "add", "gemm" * 600 + "mul"]
+    cleaned = [names.clean_name(text) for text in texts]
+    assert len(set(cleaned)) == len(texts)
+    assert all(text.isascii() and text.isprintable() for text in cleaned)
+
+
 def test_what_is_hidden_is_found_in_known_words():
     names = Substitutes()
     names.hide(Secret.HOST, "gpu-node-17")
     assert names.clean_label("gpu-node-17") == "labelA"
+    assert names.clean_name("forward gpu-node-17.node.cluster") == "forward host-1"
     assert "gpu-node-17" not in names.clean_name("forward gpu-node-17")
 
 
@@ -104,6 +140,15 @@ def test_a_command_keeps_its_known_flags_and_numbers():
     cleaned = Substitutes().clean_command(words)
     assert cleaned[:4] == ["python", "/path-1/train.py", "--lr", "1e-3"]
     assert not any(secret in " ".join(cleaned) for secret in ("zaphod", "quux", "a1b2c3"))
+
+
+def test_a_text_among_the_words_of_a_command_goes():
+    words = ["train.py", "--prompt", "the patient has no name", "--keys", "dragon", "tiger"]
+    cleaned = Substitutes().clean_command(words)
+    assert cleaned[:2] == ["train.py", "--prompt"]
+    assert not {"patient", "dragon", "tiger"} & set(" ".join(cleaned).split())
+    stacks = ProcessStacks(source="", threads=(), command="python train.py --prompt the patient has no name --lr 1")
+    assert clean_record(stacks, Substitutes()).command == "python train.py --prompt text-1 --lr 1"
 
 
 def test_the_list_of_words_has_no_names_of_people():
@@ -131,7 +176,10 @@ def test_kernels_stay_what_they_are():
         assert before.tensor_cores is after.tensor_cores, name
 
 
-@pytest.mark.parametrize("flag", ["--wandb-api-key", "--hf-token", "--password", "--db_passwd", "--auth"])
+FLAGS_OF_KEYS = ("--wandb-api-key", "--hf-token", "--password", "--db_passwd", "--auth", "--aws-access-key-id")
+
+
+@pytest.mark.parametrize("flag", FLAGS_OF_KEYS)
 def test_no_key_stays_however_plain_its_words_are(flag):
     cleaned = Substitutes().clean_command(
         [flag, "dragon", f"{flag}=dragon", f"{flag[2:].upper()}=dragon", "--tokens", "8"]

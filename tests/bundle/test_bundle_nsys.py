@@ -8,7 +8,7 @@ from support.bundle_check import find_secrets, make_bundle
 from support.nsys_maker import place, two_ranks
 from support.paths import TRACES
 
-SECRETS = ["zaphod", "magrathea", "somebody"]
+SECRETS = ["zaphod", "magrathea", "somebody", "gpu-node-17"]
 
 
 def make_export(folder):
@@ -19,10 +19,14 @@ def make_export(folder):
         ranges = [
             (2000, 3000, 59, "magrathea of zaphod", place(20, 20), None),
             (3000, 4000, 59, None, place(20, 20), 90),
+            (4000, 5000, 59, "forward on gpu-node-17", place(20, 20), None),
         ]
         database.executemany("INSERT INTO NVTX_EVENTS VALUES (?, ?, ?, ?, ?, ?)", ranges)
         database.execute("CREATE TABLE PROCESSES (name TEXT, globalPid INTEGER)")
         database.execute("INSERT INTO PROCESSES VALUES ('zaphod', 1)")
+        database.execute("CREATE TABLE TARGET_INFO_SYSTEM_ENV (name TEXT, value TEXT)")
+        database.execute("INSERT INTO TARGET_INFO_SYSTEM_ENV VALUES ('Hostname', 'gpu-node-17')")
+        database.execute("CREATE TABLE MPI_MAGRATHEA_EVENTS (start INTEGER)")
         database.execute("ALTER TABLE TARGET_INFO_GPU ADD COLUMN magrathea TEXT")
         database.execute("UPDATE TARGET_INFO_GPU SET magrathea = 'zaphod'")
         database.commit()

@@ -236,3 +236,31 @@ def test_phases_of_unknown_labels_stay_apart(tmp_path):
     [one] = analyze([folder]).facts.ranks_seen
     assert len([phase for phase in one.time.phases if phase.name.startswith("label")]) == 3
     assert find_secrets(folder, SECRETS) == []
+
+
+# of known words alone, which stay in labels and names unless a file says that they name somebody
+OWNERS = ["gpu-node-17", "gpu-node-18", "login_node2", "node.cluster", "model_user", "test-user"]
+
+
+def make_foreign_ranks(path):
+    """Traces of two ranks on machines and of users that only other places of the same files name."""
+    path.mkdir()
+    for rank in range(2):
+        made = gpu_run(steps=4, rank=rank, world_size=2)
+        made.header["host_name"] = f"gpu-node-{17 + rank}.node.cluster"
+        made.annotation("forward on gpu-node-17", 10, 20)
+        made.annotation("backward of gpu-node-18.node.cluster", 30, 40)
+        made.annotation("test-user on login_node2", 45, 46)
+        made.op("node::model_user", 50, 60)
+        made.add("python_function", "/home/model_user/train.py(12): test-user", 70, 80)
+        made.add("python_function", "C:\\Users\\test-user\\train.py(12): forward", 82, 84)
+        made.write(path)
+    # as torch's handler for TensorBoard names files
+    one = next(iter(path.glob("*0*.json*")))
+    one.rename(path / "login_node2_1234.1700000000000000000.pt.trace.json")
+    return path
+
+
+def test_machines_and_users_of_foreign_traces_go_though_their_words_are_known(tmp_path):
+    made, _ = make_bundle([make_foreign_ranks(tmp_path / "ranks")], tmp_path / "made")
+    assert find_secrets(made, OWNERS) == []
