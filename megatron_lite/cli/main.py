@@ -69,7 +69,7 @@ COMMANDS = {  # name: (module and function, which takes argv and may return an e
         "run a step of a training again: did data, numerics, rate or hardware make it fail",
     ),
     "mcp": (
-        "mcp_server.command:run",
+        "mcp_server.start_server:run",
         "serve report, compare, postmortem, plan, fit and explain to programs that help people",
     ),
     "audit": ("cli.report:audit", "check a profiled run against 19 performance questions"),

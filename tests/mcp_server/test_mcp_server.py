@@ -16,8 +16,8 @@ from support.mcp_cases import ask, count_characters, make_options, read_text, ru
 from megatron_lite.analysis.findings.rules import RULES
 from megatron_lite.cli.main import main
 from megatron_lite.mcp_server.calls import CALLS
-from megatron_lite.mcp_server.command import MIN_CHARACTERS
 from megatron_lite.mcp_server.server import build_server
+from megatron_lite.mcp_server.start_server import MIN_CHARACTERS
 
 FLAGS = [
     "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "32",
