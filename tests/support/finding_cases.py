@@ -912,6 +912,8 @@ MORE_TRIGGERS = [
     ("host-gaps", python_works(4_000)),
     ("host-gaps", python_works(4_000, "train.py(7): think")),
     ("host-gaps", small_operators(busy_us=5)),
+    ("late-at-times", moving([[0, 4000], [0, 0]] * 2)),  # 2 of 4 steps, equally late
+    ("late-at-times", moving([[0, 0, 4000], [0, 0, 0], [0, 0, 4000], [0, 0, 4000], [0, 0, 0]])),
     ("short-gaps", python_in_pieces(5, 600)),
     (
         "recompilation",
@@ -979,6 +981,8 @@ MORE_NEAR_MISSES = [
     ("host-gaps", python_works(900)),
     ("host-gaps", python_works(9_000, every=3)),  # a machine that others use
     ("host-gaps", small_operators(busy_us=20)),
+    ("late-at-times", moving([[0, 4000], [0, 0], [0, 1500], [0, 0]])),  # few steps, and not equally late
+    ("late-at-times", moving([[0, 4000], [0, 0], [0, 0], [0, 0]])),
     ("host-gaps", on_gpu(before_backward=host_does("MyFunctionBackward", 1500, "cpu_op", AUTOGRAD))),
     ("host-gaps", on_gpu(before_data=host_does("train.py(30): get_batch", 1500))),
     ("short-gaps", python_works(900)),

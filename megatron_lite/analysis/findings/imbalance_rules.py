@@ -15,6 +15,7 @@ from megatron_lite.analysis.findings.base import (
 from megatron_lite.analysis.findings.communication_rules import look_at_ranks
 from megatron_lite.analysis.rank_facts import MATTERS, in_ms
 from megatron_lite.analysis.ranks.from_run import find_imbalance_by_lines, find_straggler_by_medians
+from megatron_lite.analysis.ranks.imbalance import MIN_TAIL_STEPS
 from megatron_lite.analysis.ranks.rank_results import Imbalance, describe_imbalance
 from megatron_lite.analysis.run_facts import Facts
 
@@ -68,7 +69,8 @@ def find_late_at_times(facts: Facts) -> Finding | Observation:
     Meaning: a rank that does something more in every n-th step (saving, evaluating, logging, collecting garbage, a
         batch of another kind) makes all ranks wait for it. Its median step shows nothing.
     Measured: from the collectives of all ranks' traces, matched in order: in which steady steps the others wait for it,
-        how long, and whether the steps between are always as many. One odd step is no pattern. Without such traces:
+        how long, and whether the steps between are always as many. One odd step is no pattern; in a window of fewer
+        than 6 steps two are one if they are equally late, and then the finding is likely at most. Without such traces:
         every rank's own times in steps.jsonl, where each line is of one step.
     Cost: what they wait, mean over all steps.
     Do: look at what the rank does in those steps; do it on all ranks in the same step, overlapped with compute (in a
@@ -175,4 +177,6 @@ def _describe_doubts(facts: Facts, found: Imbalance) -> list[Evidence]:
     doubt = facts.doubt_imbalance(found)
     if doubt:
         doubts.append(Evidence(doubt))
+    if found.rank is not None and found.steps < MIN_TAIL_STEPS:
+        doubts.append(Evidence(f"{found.steps} steps are few: a longer window shows whether it comes again"))
     return doubts

@@ -16,8 +16,10 @@ from megatron_lite.analysis.time.time_results import Placing
 LATE = 0.05  # of the median step, by which a rank is late in a step
 # fewer do not show a pattern; so many late ones must be where ranks take turns and are on time in most steps
 MIN_TURN_STEPS = 4
-MIN_TAIL_STEPS = 6
+MIN_TAIL_STEPS = 6  # with fewer, late steps must be alike, and nothing is certain
 MIN_LATE_STEPS = 2  # of a tail: a single odd step is no pattern
+MAX_TAIL_SHARE = 0.75  # of the steps that a tail has at most: who is late in more is a straggler (straggler.py)
+EQUALLY_LATE = 1.5  # times the shortest lateness that the longest of a short window may be
 MIN_PERIODIC_STEPS = 3  # that are late: any two are at one distance
 MOSTLY_ONE = 0.8  # of the waiting that a rank must cause to be the one of a tail
 MIN_TURN = 0.25  # of an equal share of the waiting that a rank must cause to take part in turns
@@ -60,7 +62,7 @@ def find_imbalance(
     is_tail = bool(shares[most] >= MOSTLY_ONE)
     if is_tail:
         late &= last == most
-    has_pattern = _is_tail(late) if is_tail else _takes_turns(late, shares)
+    has_pattern = _is_tail(late, lost_ms, on_gpu) if is_tail else _takes_turns(late, shares)
     if not has_pattern:
         return None
     by_share = [(float(share), rank) for share, rank in zip(shares, ranks) if share > 0]
@@ -103,11 +105,20 @@ def _stand_out(lost_ms: Numbers, late: Flags, step_ms: float, on_gpu: bool) -> b
     return bool(spread <= ON_HOST_SPREAD)
 
 
-def _is_tail(late: Flags) -> bool:
-    """Tell whether one rank is late again and again, and not in the usual step, which makes it a straggler."""
-    if len(late) < MIN_TAIL_STEPS or late.sum() < MIN_LATE_STEPS:
+def _is_tail(late: Flags, lost_ms: Numbers, on_gpu: bool) -> bool:
+    """Tell whether one rank is late again and again, and not in nearly all steps, which makes it a straggler.
+
+    Args:
+        late: [S], the steps in which it is late.
+        lost_ms: [S], what others wait for the last rank of each step.
+        on_gpu: the ranks compute on GPUs; on a CPU's cores two late steps of a few are chance.
+    """
+    if late.sum() < MIN_LATE_STEPS or late.mean() > MAX_TAIL_SHARE:
         return False
-    return bool(late.mean() <= OFTEN)
+    if len(late) >= MIN_TAIL_STEPS:
+        return True
+    late_ms = lost_ms[late]
+    return on_gpu and bool(late_ms.max() <= EQUALLY_LATE * late_ms.min())
 
 
 def _takes_turns(late: Flags, shares: Numbers) -> bool:
