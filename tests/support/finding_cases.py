@@ -188,6 +188,22 @@ def python_works(folder: Path, us: float, name: str | None = None, every: int = 
 
 
 @prepared
+def allocates(folder: Path, rises: list[int], between: int = 0):
+    """A trace whose steps begin with so many MiB more each, and need 64 MiB for a while."""
+    made = MadeTrace(0, 1, device="NVIDIA H100 80GB HBM3")
+    level = 1000
+    for index, rise in enumerate(rises):
+        at = 10_000.0 * index
+        made.kernel(BF16_GEMM, at + 50, at + 9_900, at + 10)
+        level += rise
+        made.memory(at + 100, rise * MIB, level * MIB)
+        made.memory(at + 200, 64 * MIB, (level + 64 + between * (index % 2)) * MIB)
+        made.memory(at + 5_000, -64 * MIB, level * MIB)
+        made.step(10 + index, at, at + 9_990)
+    made.write(folder)
+
+
+@prepared
 def python_in_pieces(folder: Path, number: int, us: float):
     """On a CPU: in forward so many pieces without an operator; operators take 6,000 us."""
     made = MadeTrace(0, 1, device=None)
@@ -914,6 +930,8 @@ MORE_TRIGGERS = [
     ("host-gaps", small_operators(busy_us=5)),
     ("late-at-times", moving([[0, 4000], [0, 0]] * 2)),  # 2 of 4 steps, equally late
     ("late-at-times", moving([[0, 0, 4000], [0, 0, 0], [0, 0, 4000], [0, 0, 4000], [0, 0, 0]])),
+    ("memory-growth", allocates([8] * 5)),
+    ("memory-growth", allocates([8, 9, 30, 7, 12], between=50)),
     ("short-gaps", python_in_pieces(5, 600)),
     (
         "recompilation",
@@ -983,6 +1001,8 @@ MORE_NEAR_MISSES = [
     ("host-gaps", small_operators(busy_us=20)),
     ("late-at-times", moving([[0, 4000], [0, 0], [0, 1500], [0, 0]])),  # few steps, and not equally late
     ("late-at-times", moving([[0, 4000], [0, 0], [0, 0], [0, 0]])),
+    ("memory-growth", allocates([8, 8, 8, 0, 8])),
+    ("memory-growth", allocates([8] * 4)),  # of 4 steps the first does not count
     ("host-gaps", on_gpu(before_backward=host_does("MyFunctionBackward", 1500, "cpu_op", AUTOGRAD))),
     ("host-gaps", on_gpu(before_data=host_does("train.py(30): get_batch", 1500))),
     ("short-gaps", python_works(900)),

@@ -29,6 +29,7 @@ from megatron_lite.analysis.findings.reserved_rules import EXPANDABLE_SEGMENTS, 
 from megatron_lite.analysis.findings.settings import WITHOUT
 from megatron_lite.analysis.graph.edits.recomputation import drop_recomputation
 from megatron_lite.analysis.memory.memory_results import GROWS_WITH_BATCH, OUTSIDE, OutOfMemory, Snapshot
+from megatron_lite.analysis.memory.trace_memory import MIN_RISING_STEPS
 from megatron_lite.analysis.rank_facts import MATTERS, RankFacts, in_ms
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import TIGHT, Facts, measure_ordinary, sum_category
@@ -53,7 +54,9 @@ def find_memory_growth(facts: Facts) -> Finding | Observation:
     Meaning: something keeps tensors or objects that the next step does not need: losses with their graph in a list,
         outputs kept by a hook, a validation without no_grad, a cache without a limit.
     Measured: in a snapshot, blocks that outlive their step and where they were made; without one, the process's memory
-        or the device's peak in steps.jsonl, which must grow from each quarter of the run to the next.
+        or the device's peak in steps.jsonl, which must grow from each quarter of the run to the next; else the memory
+        events of a trace (profile_memory): the least that is allocated in a step must rise in each of its steady steps,
+        4 at least.
     Cost: memory per step, until it is full. Reserved memory that stays is no leak.
     Do: keep numbers, not tensors (loss.item() at the log interval, or .detach()); look at the growing lines.
     Flags: --record-memory-history over a window of several steps names the lines.
@@ -68,7 +71,8 @@ def find_memory_growth(facts: Facts) -> Finding | Observation:
         measured += [(one, "the process's memory") for one in facts.run.growths]
     if not measured:
         steady = tuple(_describe_steady_memory(facts))
-        return saw(*steady) if steady else could_not_look()
+        # a few steps of a trace say less than a whole run
+        return saw(*steady) if steady else _look_at_traces(facts)
     rise, what = max(measured, key=lambda pair: pair[0].bytes_per_step)
     per_step = f"{size(rise.bytes_per_step)} per step"
     in_all = f"{size(rise.num_bytes)} in all, to {size(rise.at_end)}"
@@ -109,6 +113,33 @@ def _find_growth_in_snapshots(facts: Facts) -> Finding | None:
         KEEP_NUMBERS.advice,
         *sites,
         flags=KEEP_NUMBERS.flags,
+    )
+
+
+def _look_at_traces(facts: Facts) -> Finding | Observation:
+    """Find the largest leak by the memory events of traces, if it would fill a memory."""
+    seen = [one for one in facts.traced_memory if one.steps >= MIN_RISING_STEPS]
+    if not seen:
+        return could_not_look()
+    most = max(seen, key=lambda one: one.rise_bytes_per_step or 0)
+    per_step = most.rise_bytes_per_step or 0
+    if per_step < MIN_BYTES_PER_STEP:
+        text = f"the least that is allocated in a step does not rise by {size(MIN_BYTES_PER_STEP)} in each of"
+        return saw(Evidence(f"{text} {most.steps} steps", most.source))
+    total_bytes = per_step * (most.steps - 1)
+    whose = f"GPU {most.device}" if most.device >= 0 else "the host"
+    text = f"the least that is allocated on {whose} in a step rises by {size(per_step)} per step, in each of"
+    evidence = [Evidence(f"{text} {most.steps} steps", most.source)]
+    if most.device < 0:
+        evidence.append(Evidence("what threads free that the profiler does not follow is not subtracted", most.source))
+    return Finding(
+        cost_bytes=total_bytes,
+        evidence=tuple(evidence),
+        advice=KEEP_NUMBERS.advice,
+        flags=KEEP_NUMBERS.flags,
+        gain_bytes=total_bytes,
+        certain=False,
+        rank=most.rank,
     )
 
 

@@ -216,3 +216,6 @@ class TraceMemory:
     curve: tuple[tuple[int, int], ...]  # (ns, bytes allocated), thinned to a picture's resolution; keeps the peak
     total_is_given: bool  # False: sums of what the window saw, without what was there before
     other_peaks: tuple[tuple[int, int], ...] = ()  # (device, bytes) of the trace's other GPUs
+    steps: int = 0  # steady steps of which the least that is allocated is known
+    # by which that rises from each of these steps to the next, on average; None where it does not in each
+    rise_bytes_per_step: int | None = None

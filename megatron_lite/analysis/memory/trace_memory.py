@@ -10,6 +10,8 @@ from megatron_lite.analysis.time.time_results import Placing
 from megatron_lite.analysis.trace.columns import Kind, Trace
 
 NO_EVENT = -1
+MIN_RISING_STEPS = 4  # with fewer, batches that happen to grow look alike
+MIN_RISE_BYTES = 4096  # as in snapshots: counters and log values come and go
 
 
 class MemoryCurve(NamedTuple):
@@ -46,10 +48,7 @@ def measure_trace_memory(trace: Trace, placing: Placing) -> TraceMemory | None:
     seen = trace.memory
     if not len(seen):
         return None
-    devices = np.unique(seen.device)
-    if np.any(devices >= 0):
-        devices = devices[devices >= 0]
-    curves = [draw_memory_curve(trace, device) for device in devices.tolist()]
+    curves = [draw_memory_curve(trace, device) for device in _choose_devices(seen.device)]
     shown = max(curves, key=lambda curve: (curve.peak_bytes, len(curve.rows), -curve.device))
     times_ns = seen.time_ns[shown.rows]
     reserved = seen.total_reserved[shown.rows]
@@ -59,6 +58,7 @@ def measure_trace_memory(trace: Trace, placing: Placing) -> TraceMemory | None:
     has_reserved = bool(np.any(reserved > 0))
     others = [curve for curve in curves if curve is not shown]
     points = choose_points(shown.allocated)
+    floors = _measure_floors(shown.allocated, times_ns, placing)
     return TraceMemory(
         source=trace.source,
         rank=trace.rank,
@@ -71,7 +71,49 @@ def measure_trace_memory(trace: Trace, placing: Placing) -> TraceMemory | None:
         curve=tuple(zip(times_ns[points].tolist(), shown.allocated[points].tolist())),
         total_is_given=shown.total_is_given,
         other_peaks=tuple((curve.device, curve.peak_bytes) for curve in others),
+        steps=len(floors),
+        rise_bytes_per_step=_measure_rise(floors),
     )
+
+
+def _choose_devices(device: Integers) -> list[int]:
+    """Choose the GPUs among the devices of memory events; the host where there are none."""
+    devices = np.unique(device)
+    gpus = devices[devices >= 0]
+    chosen: list[int] = (gpus if len(gpus) else devices).tolist()
+    return chosen
+
+
+def _measure_rise(floors: Integers) -> int | None:
+    """Measure by how much the least of a step rises to the next one, on average; None where it does not each time.
+
+    Args:
+        floors: [steps], bytes.
+    """
+    rises = np.diff(floors)
+    if len(floors) < MIN_RISING_STEPS or rises.min() < MIN_RISE_BYTES:
+        return None
+    return int(rises.mean())
+
+
+def _measure_floors(allocated: Integers, times_ns: Integers, placing: Placing) -> Integers:
+    """Measure the least that is allocated in each steady step: bytes, int64 [steps].
+
+    What a batch needs for a while is not in it, however large; what is kept from step to step is.
+
+    Args:
+        allocated: [m], bytes after each memory event.
+        times_ns: [m], when it came, in order.
+        placing: the steps.
+    """
+    floors = []
+    for step in placing.steps:
+        first, end = np.searchsorted(times_ns, (step.host_start_ns, step.host_end_ns))
+        # the level at the step's start counts, too
+        levels = allocated[max(first - 1, 0) : end]
+        if step.steady and len(levels):
+            floors.append(int(levels.min()))
+    return np.array(floors, np.int64)
 
 
 def _find_open_operator(
