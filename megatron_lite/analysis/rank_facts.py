@@ -126,6 +126,14 @@ class RankFacts:
         found: Integers = launched[is_under]
         return found
 
+    def launched_within(self, work: Integers, ranges: Integers) -> Integers:
+        """Keep what of the device work `work` was launched inside of one of `ranges`, on its thread."""
+        launch = self.trace.launch_of[work]
+        launched = work[launch >= 0]
+        is_within = self._lies_in(launch[launch >= 0], ranges)
+        found: Integers = launched[is_within]
+        return found
+
     def _lies_in(self, rows: Integers, ranges: Integers) -> Flags:
         """Tell of each event whether it begins inside one of `ranges` on its thread."""
         events = self.trace.events

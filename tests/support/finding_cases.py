@@ -94,6 +94,19 @@ def waits(step: Step, us: float):
     step.made.sync(asked, began + us / 2, operator="aten::item")
 
 
+@prepared
+def saves_to_the_host(step: Step, copies: int, frame: str = "torch/serialization.py(944): save"):
+    """Weights are copied to the host one after the other, and nothing else runs; without a frame nothing says why."""
+    began = max(step.host, step.gpu)
+    for index in range(copies):
+        at = began + 400 * index
+        step.made.copy("Memcpy DtoH (Device -> Pageable)", at + 10, at + 390, at, 2**20)
+    step.host = began + 400 * copies
+    step.gpu = step.host + 12
+    if frame:
+        step.made.frame(frame, began - 1, step.host)
+
+
 def waits_with_a_full_queue(step: Step):
     step.made.sync(step.host, step.host + 30, operator="aten::item")
 
@@ -184,6 +197,28 @@ def python_works(folder: Path, us: float, name: str | None = None, every: int = 
         made.annotation("backward", host, host + 3_000)
         host += 3_000
         made.step(10 + index, at, host)
+    made.write(folder)
+
+
+@prepared
+def reads_states(folder: Path, tensors: int = 6, us: float = 2_000, computes: bool = False):
+    """On a CPU: backward adds to 6 gradients; behind 6,000 us of operators tensors are detached, and `us` go by."""
+    made = MadeTrace(0, 1, device=None)
+    at = 0.0
+    for index in range(STEPS):
+        made.op("aten::mm", at + 10, at + 6_000)
+        for node in range(6):
+            began = at + 3_000 + 20 * node
+            made.op("torch::autograd::AccumulateGrad", began, began + 5, AUTOGRAD)
+        for tensor in range(tensors):
+            began = at + 6_010 + 20 * tensor
+            made.op("aten::detach", began, began + 18)
+            if computes:
+                made.op("aten::mul_", began + 18.5, began + 19.5)
+        end = at + 6_010 + 20 * tensors + us
+        made.op("aten::sum", end, end + 10)
+        made.step(10 + index, at, end + 20)
+        at = end + 20
     made.write(folder)
 
 
@@ -930,6 +965,9 @@ MORE_TRIGGERS = [
     ("host-gaps", small_operators(busy_us=5)),
     ("late-at-times", moving([[0, 4000], [0, 0]] * 2)),  # 2 of 4 steps, equally late
     ("late-at-times", moving([[0, 0, 4000], [0, 0, 0], [0, 0, 4000], [0, 0, 4000], [0, 0, 0]])),
+    ("save-in-step", on_gpu(before_optimizer=saves_to_the_host(4))),
+    ("save-in-step", reads_states()),
+    ("exposed-copies", on_gpu(before_optimizer=saves_to_the_host(4, ""))),
     ("memory-growth", allocates([8] * 5)),
     ("memory-growth", allocates([8, 9, 30, 7, 12], between=50)),
     ("short-gaps", python_in_pieces(5, 600)),
@@ -999,8 +1037,13 @@ MORE_NEAR_MISSES = [
     ("host-gaps", python_works(900)),
     ("host-gaps", python_works(9_000, every=3)),  # a machine that others use
     ("host-gaps", small_operators(busy_us=20)),
+    ("host-gaps", reads_states()),  # save-in-step tells it
     ("late-at-times", moving([[0, 4000], [0, 0], [0, 1500], [0, 0]])),  # few steps, and not equally late
     ("late-at-times", moving([[0, 4000], [0, 0], [0, 0], [0, 0]])),
+    ("exposed-copies", on_gpu(before_optimizer=saves_to_the_host(4))),  # save-in-step tells them
+    ("save-in-step", reads_states(tensors=3)),  # fewer than there are gradients
+    ("save-in-step", reads_states(computes=True)),  # an average of weights
+    ("save-in-step", reads_states(us=200)),
     ("memory-growth", allocates([8, 8, 8, 0, 8])),
     ("memory-growth", allocates([8] * 4)),  # of 4 steps the first does not count
     ("host-gaps", on_gpu(before_backward=host_does("MyFunctionBackward", 1500, "cpu_op", AUTOGRAD))),

@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterable, Sequence
 from functools import partial
 
+import numpy as np
+
 from megatron_lite.analysis.findings.base import (
     Edit,
     Evidence,
@@ -21,6 +23,7 @@ from megatron_lite.analysis.findings.base import (
     told_by,
 )
 from megatron_lite.analysis.findings.machine_rules import measure_recompilation
+from megatron_lite.analysis.findings.saved_states import find_read_states, find_saving_copies
 from megatron_lite.analysis.findings.update_rules import find_save_and_eval
 from megatron_lite.analysis.graph.edits.left_out import leave_out_phases
 from megatron_lite.analysis.kernels.kernel_results import Role
@@ -192,19 +195,24 @@ def find_save_in_step(facts: Facts, one: RankFacts) -> Finding | Observation:
     Meaning: writing a checkpoint copies all weights to the host and waits for the disk; evaluating runs a forward pass
         on other data. In each step either is a large part of it.
     Measured: idle time of the device (without a GPU the host's time) in ranges and lines of Python that save or
-        evaluate, with the device's time of their phases. Steps that save count only where all steps do.
+        evaluate, with the device's time of their phases and of the copies that they launch. Steps that save count only
+        where all steps do. In a trace without such names: what follows the reading of the whole model's state
+        (state_dict() detaches all parameters in a row) without an operator that computes; then it is likely at most.
     Cost: that time, mean over the steps of the window; what comes once in it is no cost of each step.
     Do: save and evaluate every few hundred steps; write in the background from a copy in host memory.
     Flags: --save-interval, --eval-interval, --async-save.
-    False alarm: a window around the one step that saves; profile other steps.
+    False alarm: a window around the one step that saves; profile other steps. A state that is read to be sent to
+        another process or to be compared.
     """
     if find_save_and_eval(facts) is not None:
         return told_by("save-and-eval", "the run's own record tells what saving and evaluating take")
     phases = [phase for phase in one.time.phases if phase.name in (Phase.SAVE.value, Phase.EVAL.value)]
     works = [work for work in one.time.named if work.cause == "save"]
     names = [work.what for work in works] + [phase.name for phase in phases]
-    if not names and not one.trace.with_stack:
-        return could_not_look(record=Recording.STACKS)
+    if not names:
+        behind_states = _find_behind_states(one)
+        if behind_states is not None or not one.trace.with_stack:
+            return behind_states or could_not_look(record=Recording.STACKS)
     steps = len(one.time.steps)
     steps_with_it = max((work.in_steps for work in works), default=0)
     if steps_with_it == 1 and steps >= EVERY_STEP and not phases:
@@ -212,6 +220,9 @@ def find_save_in_step(facts: Facts, one: RankFacts) -> Finding | Observation:
     cost = one.time.rows.get("save", 0.0)
     if one.time.on_gpu:
         cost += sum(phase.device_ms for phase in phases)
+        copies = find_saving_copies(one)
+        of_phases = one.in_phases(copies, *NOT_TRAINING)
+        cost += one.exposed_ms(np.setdiff1d(copies, of_phases))
     text = f"saving and evaluating ({_join_once(names)}) takes {one.of_step(cost)}"
     is_in_some = 0 < steps_with_it < steps and not phases
     # what only some steps do, the steps of the graph may not
@@ -225,6 +236,27 @@ def find_save_in_step(facts: Facts, one: RankFacts) -> Finding | Observation:
         flags=LESS_SAVING.flags,
         title="saving or evaluating in some steps" if is_in_some else "",
         edit=rarely if phases else None,
+    )
+
+
+def _find_behind_states(one: RankFacts) -> Finding | None:
+    """Find what follows the reading of the whole model's state, where it is notable."""
+    states = find_read_states(one)
+    if states is None or one.share(states.ms) < MATTERS:
+        return None
+    state = f"the state of the model ({counted(states.tensors, 'tensor')})"
+    times = f"{significant(states.per_step)} times per step"
+    text = f"{state} is read {times}, and nothing computes behind it: {one.of_step(states.ms)}"
+    seen = Evidence(text, one.where(states.row))
+    doubt = Evidence("whether it is written to a file, sent or compared, only a trace with stacks says")
+    return Finding(
+        cost_ms=states.ms,
+        gain_ms=states.ms,
+        evidence=(seen, doubt),
+        advice=LESS_SAVING.advice,
+        flags=LESS_SAVING.flags,
+        certain=False,
+        rank=one.time.rank,
     )
 
 

@@ -30,10 +30,12 @@ from megatron_lite.analysis.findings.host_cause_rules import (
     find_clip_on_host,
     find_clip_waits,
     find_python_in_function,
+    find_save_in_step,
     measure_clipping,
 )
 from megatron_lite.analysis.findings.input_rules import is_batch_copy, pageable_rows
 from megatron_lite.analysis.findings.reserved_rules import EXPANDABLE_SEGMENTS
+from megatron_lite.analysis.findings.saved_states import find_read_states
 from megatron_lite.analysis.findings.update_rules import LOG, find_log_stalls
 from megatron_lite.analysis.graph.edits.host_work import move_stretches_to_thread
 from megatron_lite.analysis.graph.edits.launches import capture_phases
@@ -318,6 +320,7 @@ def _leave_out_told(facts: Facts, one: RankFacts, host_ms: float) -> float:
     in_functions = find_python_in_function(facts)
     if in_functions:
         host_ms -= in_functions.cost_ms or 0.0
+    host_ms -= _measure_told_saving(facts, one)
     if find_unused_parameter_search(facts):
         # its copies are the device's work, which the device's idle time has not
         host_ms -= measure_exposed_search(one)
@@ -353,13 +356,16 @@ def _find_in_places(facts: Facts, one: RankFacts, most_ms: float) -> Finding | O
     """
     logging = LOG if find_log_stalls(facts) else None  # that has its price there
     stretches = [stretch for stretch in one.time.stretches if stretch.phase != logging]
-    seen_ms = sum(stretch.ms for stretch in stretches)
-    cost = min(most_ms, seen_ms)
+    saved_ms = _measure_told_saving(facts, one)
+    seen_ms = sum(stretch.ms for stretch in stretches) - saved_ms
+    cost = min(most_ms - saved_ms, seen_ms)
     if one.share(cost) < MAX_LATE_SHARE:
-        return None
+        return told_by("save-in-step", f"what follows reading states: {in_ms(saved_ms)}") if saved_ms else None
     longest = stretches[0]
     notable = [stretch for stretch in stretches[:MAX_HOST_SITES] if stretch.ms >= MAX_LATE_SHARE * longest.ms]
     shown = [_describe_stretch(stretch) for stretch in notable]
+    if saved_ms:
+        shown.append(Evidence(f"{in_ms(saved_ms)} of that behind reading the model's state, left out (save-in-step)"))
     advice = f"take that work out of {longest.phase or 'the step'}, or do it in fewer steps"
     flags: tuple[str, ...] = ()
     if not one.trace.with_stack:
@@ -378,6 +384,15 @@ def _find_in_places(facts: Facts, one: RankFacts, most_ms: float) -> Finding | O
         at_least=MAX_LATE_SHARE,
         edit=_move_python_work(notable),
     )
+
+
+def _measure_told_saving(facts: Facts, one: RankFacts) -> float:
+    """Measure the host's ms per step behind reading the model's state; 0 where save-in-step does not tell it."""
+    states = find_read_states(one)
+    told = find_save_in_step(facts)
+    # what names tell is in no row of the host's
+    is_by_states = told is not None and told.cost_ms is not None and not told.certain
+    return states.idle_ms if states is not None and is_by_states else 0.0
 
 
 def _move_python_work(stretches: Sequence[Stretch]) -> Edit:

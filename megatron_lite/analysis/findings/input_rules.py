@@ -25,6 +25,7 @@ from megatron_lite.analysis.findings.base import (
     saw_wrong,
     tell_more,
 )
+from megatron_lite.analysis.findings.saved_states import find_saving_copies
 from megatron_lite.analysis.graph.edits.loader import speed_up_loader, use_workers
 from megatron_lite.analysis.graph.host_lanes import FROM_WORKERS
 from megatron_lite.analysis.intervals import Integers
@@ -449,7 +450,8 @@ def find_exposed_copies(facts: Facts, one: RankFacts) -> Finding | Observation:
 
     Meaning: the device does nothing but copy: batches, offloaded optimizer state or activations, values for the log.
     Measured: time of copies and memsets while no kernel runs, per steady step, by name. Copies from pageable memory are
-        counted in unpinned-copies instead.
+        counted in unpinned-copies instead, those of saving and evaluating in save-in-step. It is likely only where
+        copies go to the host alone and no stacks say what for: a checkpoint is copied like that, too.
     Cost: all of that time: a copy engine runs in parallel with kernels if it has its own stream and pinned memory.
     Do: prefetch the next batch on a side stream; overlap offloading with the layers before and after; keep outputs on
         the device; DistributedDataParallel instead of nn.DataParallel, which copies weights from GPU to GPU.
@@ -457,7 +459,8 @@ def find_exposed_copies(facts: Facts, one: RankFacts) -> Finding | Observation:
     False alarm: copies within the device at a step's end, if they are part of the algorithm.
     """
     copies = one.rows_named(lambda name: True, Kind.MEMCPY, Kind.MEMSET)
-    rows = np.setdiff1d(copies, pageable_rows(one))
+    told = np.union1d(pageable_rows(one), find_saving_copies(one))
+    rows = np.setdiff1d(copies, told)
     names = one.trace.events.name[rows]
     groups = [rows[names == name] for name in np.unique(names)]
     groups.sort(key=lambda group: -one.per_step_ms(group))
@@ -469,7 +472,18 @@ def find_exposed_copies(facts: Facts, one: RankFacts) -> Finding | Observation:
     cost = one.exposed_ms(rows)
     text = f"the device only copies for {one.of_step(cost)}"
     most = one.trace.name_of(groups[0][0]) if groups else ""
-    return find_lost_time(one, cost, text, _advise_copies(one, most), *shown)
+    is_known = one.trace.with_stack or not _go_to_host_only(one, rows)
+    return find_lost_time(one, cost, text, _advise_copies(one, most), *shown, certain=is_known)
+
+
+MOST_FETCHED = 0.9  # of the time that copies take
+
+
+def _go_to_host_only(one: RankFacts, rows: Integers) -> bool:
+    """Tell whether nearly all of the copies' time goes from the device to the host, and nothing as large comes back."""
+    names = [one.trace.name_of(row) for row in rows.tolist()]
+    is_fetch = np.array([FROM_DEVICE.search(name) is not None for name in names], bool)
+    return one.covered_ms(rows[is_fetch]) > MOST_FETCHED * one.covered_ms(rows)
 
 
 DATA_PARALLEL = "DataParallel.forward"  # the range that torch.nn.DataParallel writes
@@ -486,7 +500,7 @@ def _advise_copies(one: RankFacts, name: str) -> str:
         return "place what works together on one GPU, or copy between GPUs on a separate stream, ahead of the kernels"
     if FROM_DEVICE.search(name):
         return (
-            "keep results on the device and fetch only what is needed (metrics, not outputs); "
+            "keep results on the device and fetch only what is needed (metrics, not outputs, rarely a checkpoint); "
             "copy into pinned memory with non_blocking=True"
         )
     if WITHIN_DEVICE.search(name):
