@@ -5,6 +5,8 @@ from support.finding_cases import (
     moving,
     on_gpu,
     saves_to_the_host,
+    waits,
+    works_behind_a_wait,
 )
 
 from megatron_lite.analysis.analyze import analyze
@@ -13,6 +15,26 @@ from megatron_lite.analysis.analyze import analyze
 def find(write, folder):
     write(folder)
     return {one.code: one for one in analyze([folder]).findings}
+
+
+def test_a_wait_is_certain_unless_the_host_works_behind_it(tmp_path):
+    alone = find(on_gpu(before_backward=waits(600)), tmp_path / "alone")["sync-in-step"]
+    assert alone.certain
+    found = find(on_gpu(before_backward=works_behind_a_wait(3_000)), tmp_path / "work")
+    wait = found["sync-in-step"]
+    work = found["host-gaps"]
+    assert not wait.certain and not work.certain
+    # either of them costs all of it: 3 ms of each step
+    assert wait.cost_ms == pytest.approx(3.0, rel=0.02) and work.cost_ms == pytest.approx(3.0, rel=0.02)
+
+
+def test_work_before_a_wait_is_the_hosts_alone(tmp_path):
+    def works_then_waits(step):
+        _, end = step.gap(3_000)
+        step.made.sync(end - 20, end - 10, operator="aten::item")
+
+    found = find(on_gpu(before_backward=works_then_waits), tmp_path)
+    assert found["host-gaps"].cost_ms == pytest.approx(3.0, rel=0.02) and "sync-in-step" not in found
 
 
 def test_copies_of_a_checkpoint_are_savings(tmp_path):

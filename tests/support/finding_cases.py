@@ -95,6 +95,14 @@ def waits(step: Step, us: float):
 
 
 @prepared
+def works_behind_a_wait(step: Step, us: float):
+    """The host waits until the device has nothing left, and then works for `us` without a call to it."""
+    asked = step.host
+    began, _ = step.gap(us)
+    step.made.sync(asked, began + 8, operator="aten::item")
+
+
+@prepared
 def saves_to_the_host(step: Step, copies: int, frame: str = "torch/serialization.py(944): save"):
     """Weights are copied to the host one after the other, and nothing else runs; without a frame nothing says why."""
     began = max(step.host, step.gpu)
@@ -963,6 +971,7 @@ MORE_TRIGGERS = [
     ("host-gaps", python_works(4_000)),
     ("host-gaps", python_works(4_000, "train.py(7): think")),
     ("host-gaps", small_operators(busy_us=5)),
+    ("host-gaps", on_gpu(before_backward=works_behind_a_wait(3_000))),
     ("late-at-times", moving([[0, 4000], [0, 0]] * 2)),  # 2 of 4 steps, equally late
     ("late-at-times", moving([[0, 0, 4000], [0, 0, 0], [0, 0, 4000], [0, 0, 4000], [0, 0, 0]])),
     ("save-in-step", on_gpu(before_optimizer=saves_to_the_host(4))),
@@ -1037,6 +1046,7 @@ MORE_NEAR_MISSES = [
     ("host-gaps", python_works(900)),
     ("host-gaps", python_works(9_000, every=3)),  # a machine that others use
     ("host-gaps", small_operators(busy_us=20)),
+    ("host-gaps", on_gpu(before_backward=works_behind_a_wait(900))),
     ("host-gaps", reads_states()),  # save-in-step tells it
     ("late-at-times", moving([[0, 4000], [0, 0], [0, 1500], [0, 0]])),  # few steps, and not equally late
     ("late-at-times", moving([[0, 4000], [0, 0], [0, 0], [0, 0]])),

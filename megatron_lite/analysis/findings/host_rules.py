@@ -42,7 +42,7 @@ from megatron_lite.analysis.graph.edits.launches import capture_phases
 from megatron_lite.analysis.rank_facts import MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.run.cores import measure_recording_ms
 from megatron_lite.analysis.run_facts import Facts
-from megatron_lite.analysis.time.time_results import MIN_STRETCH_MS, RankTime, ShortGaps, Stretch, SyncSite
+from megatron_lite.analysis.time.time_results import MIN_STRETCH_MS, HostSite, RankTime, ShortGaps, Stretch, SyncSite
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.formats.file_names import RUN_FILE
 from megatron_lite.phases import PYTHON_GC, Phase
@@ -54,6 +54,8 @@ MAX_SITES_SEEN = 2
 READS = ("aten::item", "aten::is_nonzero", "aten::equal", "aten::_local_scalar_dense")
 # an unfused optimizer's step counters are on the host
 READS_ON_HOST = BETWEEN_STEPS | {Phase.OPTIMIZER_STEP.value}
+
+EITHER_GOES = "either without the other costs nothing"
 
 
 @rule("sync-in-step", "synchronization inside the step", "step", needs="trace")
@@ -70,6 +72,8 @@ def find_sync_in_step(facts: Facts, one: RankFacts) -> Finding | Observation:
         up in whatever phase comes to ask first, often the copy of the next batch.
     Do: read losses and norms at the log interval only; keep conditions on the device (torch.where); copy with
         non_blocking=True from pinned memory.
+        Where the host works for a millisecond or longer behind the wait, without a call to the device, that work is
+        as much the cause as the wait: host-gaps tells it, too. If it is most of the cost, the finding is likely only.
     Flags: --log-interval 100; for Megatron-LM itself --no-check-for-nan-in-loss-and-grad. Stacks name the line:
         --pytorch-profiler-collect-callstack.
     False alarm: one wait at a step's end with a full queue behind it, which causes no idle time.
@@ -80,6 +84,9 @@ def find_sync_in_step(facts: Facts, one: RankFacts) -> Finding | Observation:
     cost = sum(site.idle_ms for site in sites)
     calls = sum(site.per_step for site in sites)
     shown = [Evidence(_describe_wait(site), site.frame) for site in sites[:MAX_HOST_SITES]]
+    work_ms = sum(site.work_ms for site in sites)
+    if one.share(work_ms) >= MIN_SHARE_SHOWN:
+        shown.insert(0, Evidence(f"{in_ms(work_ms)} of it the host works behind the wait: {EITHER_GOES}", one.where()))
     text = f"{counted(calls, 'wait')} per step, after which the device idles {one.of_step(cost)}"
     advice = "read values (.item(), print, .cpu()) at the log interval only, and keep conditions on the device"
     found = find_lost_time(
@@ -89,6 +96,7 @@ def find_sync_in_step(facts: Facts, one: RankFacts) -> Finding | Observation:
         advice,
         *shown,
         flags=("--log-interval 100",),
+        certain=work_ms <= MUCH * cost,
         cheap=True,
         edit=drop_sites("drop the synchronizations", sites, BETWEEN_STEPS),
     )
@@ -203,7 +211,7 @@ def find_launch_bound(facts: Facts, one: RankFacts) -> Finding | Observation:
     if is_by_recording:
         text = f"the device idles {one.of_step(idle_ms)}, of which recording may have made {in_ms(recording_ms)}"
         return saw(Evidence(text, one.where()))
-    more = _list_sites(one, MAX_LAUNCH_SITES, "while the host is in")
+    more = _list_sites(one.time.hosts, MAX_LAUNCH_SITES, "while the host is in")
     if recording_ms > 0:
         more.append(Evidence(f"{in_ms(recording_ms)} of the host's time, left out of the cost, may be recording's"))
     doubt = facts.doubt_cores([time.rank])
@@ -228,9 +236,9 @@ def _measure_host_idle(time: RankTime) -> float:
     return time.rows.get("host", 0.0) + time.rows.get("launch", 0.0)
 
 
-def _list_sites(one: RankFacts, most: int, where: str = "in") -> list[Evidence]:
+def _list_sites(sites: Sequence[HostSite], most: int, where: str = "in") -> list[Evidence]:
     """List the places in which the host was late, longest first. most: how many of them."""
-    return [Evidence(f"{in_ms(site.idle_ms)} {where} {site.what}", site.phase) for site in one.time.hosts[:most]]
+    return [Evidence(f"{in_ms(site.idle_ms)} {where} {site.what}", site.phase) for site in sites[:most]]
 
 
 def _advise_larger_launches(facts: Facts) -> Remedy:
@@ -272,6 +280,8 @@ def find_host_gaps(facts: Facts, one: RankFacts) -> Finding | Observation:
         synchronization, allocator, garbage collector), by what the host did meanwhile. Without a GPU: time in which no
         operator ran, by phase; stretches of a millisecond and more are the program's own, shorter ones are the overhead
         of calling operators.
+        What the host does for a millisecond or longer behind a wait for the device counts, too: sync-in-step tells
+        the wait, and if either goes, the other costs nothing.
     Cost: that time, without the profiler's overhead where the run's own clock shows it.
     Do: move the host's work out of the step, or into a thread; launch work before waiting for anything; where
         operators are small compared with their overhead, give each more to do.
@@ -285,7 +295,8 @@ def find_host_gaps(facts: Facts, one: RankFacts) -> Finding | Observation:
         return told_by("launch-bound", _describe_launches(one.time))
     if find_tiny_micro_batches(facts):
         return told_by("tiny-micro-batches", f"the device idles {one.of_step(host_ms)} because of the host")
-    rest_ms = _leave_out_told(facts, one, host_ms)
+    behind_ms = sum(site.work_ms for site in find_waits(one))
+    rest_ms = _leave_out_told(facts, one, host_ms) + behind_ms
     text = f"the device idles {one.of_step(rest_ms)} because of the host"
     advice = "move Python work out of the step"
     flags: tuple[str, ...] = ()
@@ -298,12 +309,26 @@ def find_host_gaps(facts: Facts, one: RankFacts) -> Finding | Observation:
         rest_ms - measure_recording_ms(facts.run, one.time),
         text,
         advice,
-        *_list_sites(one, MAX_HOST_SITES),
+        *_describe_work_behind(one, behind_ms),
+        *_list_sites(one.time.hosts, MAX_HOST_SITES),
         *_describe_short_gaps(one),
         flags=flags,
         certain=False,
         at_least=MAX_LATE_SHARE,
     )
+
+
+def _describe_work_behind(one: RankFacts, behind_ms: float) -> Iterator[Evidence]:
+    """Name what the host does behind waits for the device, where it is a notable part of the step.
+
+    Args:
+        one: The rank.
+        behind_ms: How long the device idles meanwhile, ms per step.
+    """
+    if one.share(behind_ms) < MIN_SHARE_SHOWN:
+        return
+    yield Evidence(f"{in_ms(behind_ms)} of it behind waits for the device (sync-in-step): {EITHER_GOES}", one.where())
+    yield from _list_sites(one.time.behind_waits, MAX_HOST_SITES)
 
 
 def _leave_out_told(facts: Facts, one: RankFacts, host_ms: float) -> float:
@@ -440,7 +465,7 @@ def _find_in_calls(facts: Facts, one: RankFacts, most_ms: float) -> Finding | Ob
         cost,
         text,
         LARGER_OPERATORS.advice,
-        *_list_sites(one, MAX_HOST_SITES),
+        *_list_sites(one.time.hosts, MAX_HOST_SITES),
         title=TITLE_ON_CPU,
         flags=LARGER_OPERATORS.flags,
         certain=False,
@@ -478,7 +503,7 @@ def find_short_gaps(facts: Facts, one: RankFacts) -> Finding | Observation:
     text = f"gaps below {MIN_STRETCH_MS:.0f} ms, {short.number:,.0f} per step: {one.of_step(cost)}"
     shown = [Evidence(f"{in_ms(ms)} {what}", one.where()) for what, ms in parts.items() if ms > MUCH_TOO_LITTLE * cost]
     if parts.get(HOST_LATE):
-        shown += _list_sites(one, MAX_LAUNCH_SITES)
+        shown += _list_sites(one.time.hosts, MAX_LAUNCH_SITES)
     advice = "fewer and larger kernels: torch.compile, fused operators, or CUDA graphs around what launches them"
     flags = () if facts.compiles else ("--torch-compile",)
     return find_lost_time(
@@ -504,7 +529,7 @@ def _find_short_gaps_on_cpu(one: RankFacts, short: ShortGaps) -> Finding | Obser
         short.ms,
         text,
         f"record stacks ({STACKS}) to see the lines; move their work out of the step",
-        *_list_sites(one, MAX_HOST_SITES),
+        *_list_sites(one.time.hosts, MAX_HOST_SITES),
         flags=(STACKS,),
         certain=False,
         at_least=MAX_SHORT_SHARE_ON_CPU,

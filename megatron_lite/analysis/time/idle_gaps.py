@@ -150,6 +150,7 @@ class Gaps:
     waited: Integers  # row of the last call in which the host waited for the device meanwhile; -1: none
     amounts: dict[str, Integers]  # keys of ROW_TITLES
     host: Cover  # when the host itself was the cause
+    behind: Cover  # of what synchronizations cost: the host worked for long without a call to the device
 
 
 def find_idle_gaps(
@@ -182,6 +183,7 @@ def find_idle_gaps(
     lateness = _explain_lateness(trace, start, late, activity)
     awaits = _find_event_waits(trace, rows, at, launch)
     amounts = lateness.amounts | _explain_queue(end - start - late, is_known, awaits)
+    behind = _find_work_behind_waits(trace, lateness, start, start + late, activity)
     host = _take_named_from_host(amounts, lateness, start, late, activity)
     launches_graph = trace.passing(lambda name: "GraphLaunch" in name, Kind.RUNTIME)
     return Gaps(
@@ -193,6 +195,7 @@ def find_idle_gaps(
         waited=np.where(amounts["sync"] > 0, lateness.waited, -1),
         amounts=amounts,
         host=host,
+        behind=behind,
     )
 
 
@@ -231,6 +234,36 @@ def _explain_lateness(
         begin = np.maximum(host.time_at(after_sync), start)
         host = intersection(host, union(begin, until))
     return _Lateness(amounts, waited, host)
+
+
+def _find_work_behind_waits(
+    trace: Trace,
+    lateness: _Lateness,
+    start: Integers,  # [g], of the gaps
+    until: Integers,  # [g], ns: the host was late until then
+    activity: HostActivity,
+) -> Cover:
+    """Find when the host worked for MIN_STRETCH_MS or longer without a call to the device, of what waits cost.
+
+    Had the host not waited, this work would have been done while the device computed; without the work, the wait would
+    have cost no more than the next launch.
+    """
+    has_waited = lateness.amounts["sync"] > 0
+    if not has_waited.any():
+        return NOTHING
+    events = trace.events
+    waits = activity.waits[trace.lengths_ns(activity.waits) > 0]
+    # each gap has a wait that touches it: the first one that ends behind the gap's start
+    ends = np.maximum.accumulate(events.end_ns[waits])
+    first = np.searchsorted(ends, start[has_waited], side="right")
+    late = union(ends[first], until[has_waited])
+    for cause in CAUSES:
+        late = difference(late, activity.covers[cause])
+    calls = trace.rows[Kind.RUNTIME]
+    on_threads = np.isin(events.thread[calls], activity.threads)
+    quiet = difference(late, trace.cover(calls[on_threads]))
+    is_long = quiet.end - quiet.start >= MIN_STRETCH_MS * 1e6
+    return difference(Cover(quiet.start[is_long], quiet.end[is_long]), lateness.host)
 
 
 def _take_named_from_host(

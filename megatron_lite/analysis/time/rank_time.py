@@ -112,8 +112,7 @@ def _measure_device(trace: Trace, placing: Placing, steady: SteadySteps) -> Rank
     covers = device_covers(trace, rows)
     activity = find_host_activity(trace, placing)
     others = _find_other_devices(trace, placing.device, steady)
-    gaps = find_idle_gaps(trace, rows, covers.busy, steady.cover, activity)
-    gaps = _wait_for_others(gaps, others.busy)
+    gaps = _find_gaps(trace, rows, covers, steady, activity, others)
     breakdown = _break_down(covers, gaps, steady)
     communication_ms = steady.per_step(covers.communication)
     speed = _measure_launches(trace, placing, rows)
@@ -131,8 +130,9 @@ def _measure_device(trace: Trace, placing: Placing, steady: SteadySteps) -> Rank
         copy_ms=steady.per_step(covers.copy),
         overlap=_compute_overlap(breakdown, communication_ms),
         phases=_measure_device_phases(trace, placing, rows),
-        syncs=sites.find_sync_sites(activity.waits, gaps, activity.covers),
-        hosts=sites.find_host_sites(gaps),
+        syncs=sites.find_sync_sites(activity, gaps),
+        hosts=sites.find_host_sites(gaps, gaps.host),
+        behind_waits=sites.find_host_sites(gaps, gaps.behind),
         loader_host_ms=steady.per_step_on_host(activity.covers["data_wait"]),
         named=measure_host_work(activity.works, placing.steps),
         short_gaps=measure_short_gaps(gaps, steady.count),
@@ -192,8 +192,7 @@ def find_rows(trace: Trace, placing: Placing) -> dict[str, Cover]:
     covers = device_covers(trace, work)
     activity = find_host_activity(trace, placing)
     others = _find_other_devices(trace, placing.device, steady)
-    gaps = find_idle_gaps(trace, work, covers.busy, steady.cover, activity)
-    gaps = _wait_for_others(gaps, others.busy)
+    gaps = _find_gaps(trace, work, covers, steady, activity, others)
     rows = {row: intersection(cover, steady.cover) for row, cover in _find_working(covers).items()}
     return rows | _place_gaps(gaps)
 
@@ -296,6 +295,28 @@ def _find_other_devices(trace: Trace, device: int, steady: SteadySteps) -> Other
     return OtherDevices(busy, (note,))
 
 
+def _find_gaps(
+    trace: Trace,
+    rows: Integers,
+    covers: DeviceCovers,
+    steady: SteadySteps,
+    activity: HostActivity,
+    others: OtherDevices,
+) -> Gaps:
+    """Find the idle time of a device in the steady steps, and why it is there.
+
+    Args:
+        trace: the trace.
+        rows: the device's work, by start.
+        covers: when it computes, communicates and copies.
+        steady: the steps that count.
+        activity: what the host did.
+        others: the other GPUs that the process drives.
+    """
+    gaps = find_idle_gaps(trace, rows, covers.busy, steady.cover, activity)
+    return _wait_for_others(gaps, others.busy)
+
+
 def _wait_for_others(gaps: Gaps, busy: Cover) -> Gaps:
     """The gaps, where idle time after a synchronization or without a reason is waiting for another stream while another
     GPU of the process is busy: the host waits for that one, or this GPU needs its result."""
@@ -308,7 +329,7 @@ def _wait_for_others(gaps: Gaps, busy: Cover) -> Gaps:
         amounts["dependency"] = amounts["dependency"] + moved
         beside = beside - moved
     still_waited = np.where(amounts["sync"] > 0, gaps.waited, -1)
-    return replace(gaps, amounts=amounts, waited=still_waited)
+    return replace(gaps, amounts=amounts, waited=still_waited, behind=difference(gaps.behind, busy))
 
 
 @dataclass(frozen=True)

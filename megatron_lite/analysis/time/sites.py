@@ -7,7 +7,7 @@ import numpy as np
 
 from megatron_lite.analysis.intervals import Cover, Flags, Integers, Numbers, difference, intersection, union
 from megatron_lite.analysis.time.host_names import AFTER_SYNCS, INSIDE
-from megatron_lite.analysis.time.idle_gaps import Gaps, find_pageable_copies
+from megatron_lite.analysis.time.idle_gaps import Gaps, HostActivity, find_pageable_copies
 from megatron_lite.analysis.time.time_results import MIN_STRETCH_MS, HostSite, Placing, ShortGaps, Stretch, SyncSite
 from megatron_lite.analysis.trace.columns import Kind, Trace
 
@@ -93,29 +93,25 @@ class CallSites:
 
     # --- where the host waited for the device
 
-    def find_sync_sites(
-        self,
-        calls: Integers,
-        gaps: Gaps,
-        covers: dict[str, Cover],
-    ) -> tuple[SyncSite, ...]:
+    def find_sync_sites(self, activity: HostActivity, gaps: Gaps) -> tuple[SyncSite, ...]:
         """Find the places in the program where the host waited for the device.
 
         Args:
-            calls: rows of the calls in which the host waits.
+            activity: what the host did, with the calls in which it waited.
             gaps: the idle time of the device, some of which they caused.
-            covers: when each of AFTER_SYNCS was the cause.
 
         Returns:
             For each place calls and host ms per steady step, and the idle time that they caused; most idle first.
         """
-        caused_ns = self._sum_caused_idle(gaps)
+        caused_ns = self._sum_by_wait(gaps, gaps.amounts["sync"])
+        work_ns = self._sum_by_wait(gaps, gaps.behind.within(gaps.start, gaps.end))
         # a wait of the step before may have made a steady step wait
+        calls = activity.waits
         has_caused = caused_ns[calls] > 0
         calls = calls[has_caused | self.placing.counts[calls]]
         if not len(calls):
             return ()
-        places, place_of_call = self._find_sync_places(calls, covers)
+        places, place_of_call = self._find_sync_places(calls, activity.covers)
         is_counted = self.placing.counts[calls]
         waited_ns = np.where(is_counted, self.trace.lengths_ns(calls), 0)
 
@@ -125,7 +121,8 @@ class CallSites:
         per_step = sum_by_place(is_counted) / self.steps
         host_ms = sum_by_place(waited_ns) / 1e6 / self.steps
         idle_ms = sum_by_place(caused_ns[calls]) / 1e6 / self.steps
-        figures = np.stack((per_step, host_ms, idle_ms), axis=1)
+        work_ms = sum_by_place(work_ns[calls]) / 1e6 / self.steps
+        figures = np.stack((per_step, host_ms, idle_ms, work_ms), axis=1)
         sites = []
         for place, of_place in zip(places.tolist(), figures.tolist()):
             site = self._make_sync_site(place, *of_place)
@@ -133,15 +130,19 @@ class CallSites:
         sites.sort(key=lambda site: (-site.idle_ms, -site.host_ms))
         return tuple(sites[:MAX_SITES])
 
-    def _sum_caused_idle(self, gaps: Gaps) -> Integers:
-        """Sum the device's idle ns that the host's waiting in each event caused: int64 [n]."""
+    def _sum_by_wait(self, gaps: Gaps, amounts_ns: Integers) -> Integers:
+        """Sum what belongs to the gaps by the event in which the host waited: int64 [n].
+
+        Args:
+            gaps: the idle time of the device.
+            amounts_ns: [g], of each gap.
+        """
         events = len(self.trace.events)
-        caused_ns = np.zeros(events, np.int64)
+        summed_ns = np.zeros(events, np.int64)
         has_waited = gaps.waited >= 0
-        amounts_ns = gaps.amounts["sync"][has_waited]
-        # several gaps may be due to one call: `caused_ns[calls] += amounts_ns` would count the last of them only
-        np.add.at(caused_ns, gaps.waited[has_waited], amounts_ns)
-        return caused_ns
+        # several gaps may be due to one call: `summed_ns[calls] += amounts_ns` would count the last of them only
+        np.add.at(summed_ns, gaps.waited[has_waited], amounts_ns[has_waited])
+        return summed_ns
 
     def _find_sync_places(
         self,
@@ -180,6 +181,7 @@ class CallSites:
         per_step: float,
         host_ms: float,
         idle_ms: float,
+        work_ms: float,
     ) -> SyncSite:
         call, is_pageable, operator, frame, cause, phase = place
         memory = " (pageable memory)" if is_pageable else ""
@@ -192,15 +194,17 @@ class CallSites:
             host_ms=host_ms,
             idle_ms=idle_ms,
             cause=("", *AFTER_SYNCS)[cause],
+            work_ms=work_ms,
         )
 
     # --- what the host did while the device waited for it
 
-    def find_host_sites(self, gaps: Gaps) -> tuple[HostSite, ...]:
+    def find_host_sites(self, gaps: Gaps, host: Cover) -> tuple[HostSite, ...]:
         """Find what the launching threads did while the host was the cause, by outermost operator, else by line.
 
         Args:
             gaps: the idle time of the device.
+            host: when the host was the cause, inside of the gaps.
 
         Returns:
             The sites, most idle first.
@@ -213,7 +217,7 @@ class CallSites:
             mine = is_late & (gaps.thread == thread)
             start = gaps.start[mine]
             until = start + gaps.late[mine]
-            idle = intersection(gaps.host, union(start, until))
+            idle = intersection(host, union(start, until))
             self._add_thread(total, thread, idle)
         return self._make_host_sites(total)
 

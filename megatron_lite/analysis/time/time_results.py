@@ -87,6 +87,9 @@ class SyncSite:
     host_ms: float  # that the host stood there
     idle_ms: float  # device idle that followed because of it
     cause: str = ""  # "clip_grad" or "log", where names tell
+    # of idle_ms, in which the host worked for MIN_STRETCH_MS or longer without a call to the device: it goes if the
+    # wait goes, or the work
+    work_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -168,6 +171,7 @@ class RankTime:
     phases: tuple[PhaseTime, ...] = ()
     syncs: tuple[SyncSite, ...] = ()  # most idle first
     hosts: tuple[HostSite, ...] = ()  # most idle first
+    behind_waits: tuple[HostSite, ...] = ()  # the same of SyncSite.work_ms
     loader_host_ms: float = 0.0  # host time in the loader, hidden or not
     launches: float = 0.0  # kernels per step
     median_kernel_us: float = 0.0
