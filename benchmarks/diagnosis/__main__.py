@@ -4,6 +4,7 @@
     python -m benchmarks.diagnosis run TOOL FOLDER [--python VENV/bin/python]       # FOLDER/answers/TOOL/RUN.json
     python -m benchmarks.diagnosis score FOLDER                                     # the tables of docs/diagnosis.md
 
+--held-back: the runs of held_back.tsv, into a folder of their own.
 What is there already is not made again. A tool of your own: write FOLDER/answers/NAME/RUN.json (claims.py) and score.
 """
 
@@ -14,7 +15,7 @@ from pathlib import Path
 from benchmarks.diagnosis.answer import TOOLS, answer_runs
 from benchmarks.diagnosis.claims import read_answer
 from benchmarks.diagnosis.make import make_run, read_core_wait, read_truth
-from benchmarks.diagnosis.manifest import Run, read_classes, read_manifest
+from benchmarks.diagnosis.manifest import HELD_BACK, KEY, Run, read_classes, read_manifest
 from benchmarks.diagnosis.score import (
     RunScore,
     render_classes,
@@ -80,8 +81,9 @@ def main(words: list[str] | None = None) -> int:
     running.add_argument("--python", default=sys.executable, help="of the environment that has the tool")
     for one in (making, scoring, running):
         one.add_argument("--only", nargs="+", default=[], help="names of runs")
+        one.add_argument("--held-back", dest="key", action="store_const", const=HELD_BACK, default=KEY)
     given = parser.parse_args(words)
-    runs = [run for run in read_manifest() if not given.only or run.name in given.only]
+    runs = [run for run in read_manifest(given.key) if not given.only or run.name in given.only]
     if given.command == "make":
         return make(runs, given.folder.resolve(), given.public)
     if given.command == "run":

@@ -2,6 +2,7 @@
 
     python -m benchmarks.diagnosis.programs NAME [--trace FOLDER | --traceml] [--steps N]
 
+NAME may have other sizes than its class: "SavesEachStep:width=384,depth=7".
 --trace: torch.profiler records steps, as a program would that its author profiles; before, the program and its twin without the
 cause are timed, and truth.json beside the traces says how long their steps were and how long the process waited for cores.
 --traceml: the loop marks its steps for TraceML, whose launcher starts it. Programs of two ranks are started by torchrun.
@@ -487,11 +488,27 @@ TWINS: dict[str, type[Program]] = {
 }
 
 
-def build_twin(name: str) -> Program:
+def find_program(text: str) -> type[Program]:
+    """Find a program by "Name" or "Name:attribute=number,attribute=number"."""
+    name, sizes = read_sizes(text)
+    return type(name, (globals()[name],), sizes)
+
+
+def read_sizes(text: str) -> tuple[str, dict[str, int]]:
+    """Read a program's name, and sizes that are other than its class has them."""
+    name, _, settings = text.partition(":")
+    pairs = [setting.split("=") for setting in settings.split(",")] if settings else []
+    return name, {attribute: int(number) for attribute, number in pairs}
+
+
+def build_twin(text: str) -> Program:
     """Build the program without its cause."""
+    name, sizes = read_sizes(text)
     kind = globals()[name]
     plain = TWINS.get(name) or next(one for one in kind.__mro__ if one in (TwoRanks, Images, Gpt, Program))
-    return plain()
+    # its threads are what ManyThreads plants
+    sizes.pop("threads", None)
+    return type("Twin", (plain,), sizes)()
 
 
 class Marks:
@@ -528,7 +545,7 @@ def read_wait_s() -> float:
 def record(name: str, folder: Path) -> None:
     """Time program and twin, and record the program."""
     twin_ms = time_steps(build_twin(name))
-    program = globals()[name]()
+    program = find_program(name)()
     step_ms = time_steps(program)
     path = folder / f"rank{RANK}.1759000000000000000.pt.trace.json.gz"
     folder.mkdir(parents=True, exist_ok=True)
@@ -558,7 +575,7 @@ def record(name: str, folder: Path) -> None:
 def train(name: str, steps: int, traceml: bool) -> None:
     """Train without a profiler."""
     marks = Marks(traceml)
-    program = globals()[name]()
+    program = find_program(name)()
     batches = program.batches()
     if traceml and not isinstance(program.loader, DataLoader):
         # TraceML sees the wait for a batch in a DataLoader alone
@@ -576,7 +593,7 @@ def main() -> None:
     parser.add_argument("--traceml", action="store_true")
     parser.add_argument("--steps", type=int, default=26)
     given = parser.parse_args()
-    if globals()[given.name].ranks > 1:
+    if find_program(given.name).ranks > 1:
         dist.init_process_group("gloo")
     if given.trace:
         record(given.name, given.trace)

@@ -4,6 +4,7 @@ A class is mixed into a training: `build_training("transformer", ["SlowLoader"],
 the healthy one (a model whose work is tiny is slow whatever its loop does), `cure` has the attributes of the healthy twin.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from typing import ClassVar
 
@@ -38,9 +39,11 @@ class SlowLoader(Training):
 class LoaderInMainThread(Training):
     """num_workers=0: samples are decoded and stacked in the training thread."""
 
+    samples = 64
+
     def load_batch(self, rank, number):
         rank.open("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__")
-        for _ in range(64):
+        for _ in range(self.samples):
             rank.python(70.0)
             rank.host_op("aten::to", 60.0, [[3, 224, 224]], ["unsigned char"])
         rank.host_op("aten::stack", 1800.0)
@@ -63,26 +66,31 @@ class TinyWork(Training):
 class SlowModules(Training):
     """Modules do a lot of Python between operations."""
 
+    work_us = 1_900.0
+
     def forward_layer(self, rank, index):
-        rank.python(1_900.0)
+        rank.python(self.work_us)
         super().forward_layer(rank, index)
 
 
 class MetricsInPython(Training):
     """Metrics are computed in Python behind each step's read of the loss."""
 
+    work_us = 9_000.0
+
     def end_step(self, rank, number):
-        rank.python(9_000.0)
+        rank.python(self.work_us)
 
 
 class LogsToDisk(Training):
     """Each step writes thousands of log lines, flushed; the trace has stacks."""
 
     has_stacks = True
+    lines = 40
 
     def end_step(self, rank, number):
         start = rank.host_us
-        for _ in range(40):
+        for _ in range(self.lines):
             rank.python(180.0, "logging/__init__.py(1113): emit")
         rank.record("python_function", "train.py(212): log_step", start - 1, rank.host_us + 1)
 
@@ -90,11 +98,13 @@ class LogsToDisk(Training):
 class PythonInBackward(Training):
     """A custom autograd.Function whose backward loops in Python, in one layer."""
 
+    work_us = 8_000.0
+
     def backward_layer(self, rank, index):
         if index == self.layers // 2:
             rank.synchronize()  # it reads a tensor, as such functions do
             with rank.node("SegmentScanBackward"):
-                rank.python(8_000.0)
+                rank.python(self.work_us)
         super().backward_layer(rank, index)
 
 
@@ -102,26 +112,29 @@ class ReadsInLayers(Training):
     """Each layer reads a value of its activations, and keeps a running mean of it in Python."""
 
     op_us = 40.0
+    work_us = 220.0
     cure: ClassVar[dict] = {"op_us": 40.0}
 
     def forward_layer(self, rank, index):
         super().forward_layer(rank, index)
         rank.kernel("aten::max", NORM, 12.0)
         rank.read_value()
-        rank.python(220.0)
+        rank.python(self.work_us)
 
     def backward_layer(self, rank, index):
         super().backward_layer(rank, index)
         rank.kernel("aten::max", NORM, 12.0)
         rank.read_value()
-        rank.python(220.0)
+        rank.python(self.work_us)
 
 
 class ClipReadsNorms(Training):
     """Gradients are clipped by a loop that reads each norm."""
 
+    tensors = 12  # of a layer
+
     def before_update(self, rank):
-        for _ in range(12 * self.layers):
+        for _ in range(self.tensors * self.layers):
             rank.kernel("aten::linalg_vector_norm", NORM, 14.0, [[2048, 2048]], [BF16])
             rank.read_value()
             rank.python(12.0)
@@ -130,13 +143,15 @@ class ClipReadsNorms(Training):
 class SelectsByMask(Training):
     """Boolean indexing in each layer: its size is read by the host."""
 
+    work_us = 700.0
+
     def forward_layer(self, rank, index):
         rank.open("aten::nonzero", "cpu_op")
         rank.kernel("aten::nonzero", NONZERO, 25.0)
         rank.copy("Memcpy DtoH (Device -> Pageable)", 4, 1.5)
         rank.synchronize()
         rank.close()
-        rank.python(700.0)
+        rank.python(self.work_us)
         super().forward_layer(rank, index)
 
 
@@ -144,27 +159,29 @@ class SynchronizesPhases(Training):
     """torch.cuda.synchronize() behind each layer, for timers that were left in."""
 
     op_us = 40.0
+    work_us = 200.0
     cure: ClassVar[dict] = {"op_us": 40.0}
 
     def forward_layer(self, rank, index):
         super().forward_layer(rank, index)
         rank.synchronize("cudaDeviceSynchronize", None)
-        rank.python(200.0)
+        rank.python(self.work_us)
 
     def backward_layer(self, rank, index):
         super().backward_layer(rank, index)
         rank.synchronize("cudaDeviceSynchronize", None)
-        rank.python(200.0)
+        rank.python(self.work_us)
 
 
 class SavesEachStep(Training):
     """A checkpoint in every step; the trace has stacks."""
 
     has_stacks = True
+    tensors = 24
 
     def end_step(self, rank, number):
         start = rank.host_us
-        for _ in range(24):
+        for _ in range(self.tensors):
             rank.copy("Memcpy DtoH (Device -> Pageable)", 4 << 20, 760.0)
             rank.synchronize()
             rank.python(500.0, "<built-in method write_record of torch._C.PyTorchFileWriter object at 0x7f20>")
@@ -175,8 +192,10 @@ class SavesEachStep(Training):
 class EvaluatesEachStep(Training):
     """Two batches of held-out data run forward in each step."""
 
+    batches = 2
+
     def end_step(self, rank, number):
-        for _ in range(2):
+        for _ in range(self.batches):
             self.first_layer(rank)
             for index in range(self.layers):
                 self.forward_layer(rank, index)
@@ -187,10 +206,12 @@ class EvaluatesEachStep(Training):
 class CapturesEachStep(Training):
     """A CUDA graph is captured in each step, since shapes change."""
 
+    operations = 300
+
     def before_forward(self, rank, number):
         rank.synchronize("cudaDeviceSynchronize", None)
         rank.runtime("cudaStreamBeginCapture_v10000", 20.0)
-        for _ in range(300):
+        for _ in range(self.operations):
             rank.host_op("aten::mm", 18.0)
         rank.runtime("cudaStreamEndCapture_v10000", 400.0)
         rank.runtime("cudaGraphInstantiateWithFlags_v11040", 3_500.0)
@@ -199,9 +220,11 @@ class CapturesEachStep(Training):
 class EmptiesTheCache(Training):
     """torch.cuda.empty_cache() in each step: the driver gives all memory again."""
 
+    segments = 20
+
     def end_step(self, rank, number):
         rank.synchronize("cudaDeviceSynchronize", None)
-        for _ in range(20):
+        for _ in range(self.segments):
             rank.runtime("cudaFree", 210.0)
 
     def forward_layer(self, rank, index):
@@ -229,25 +252,27 @@ class GathersInSight(Training):
     """Sharded weights are gathered when a layer needs them, and nothing is prefetched."""
 
     reduces = False
+    layer_bytes = 100e6
 
     def before_layer(self, index):
-        self.communicate("_allgather_base", 100e6, beside=False)
+        self.communicate("_allgather_base", self.layer_bytes, beside=False)
 
     def before_backward_layer(self, index):
-        self.communicate("_allgather_base", 100e6, beside=False)
+        self.communicate("_allgather_base", self.layer_bytes, beside=False)
 
     def behind_backward_layer(self, index):
-        self.communicate("_reduce_scatter_base", 100e6, beside=False)
+        self.communicate("_reduce_scatter_base", self.layer_bytes, beside=False)
 
 
 class SplitsLayersOverSlowLinks(Training):
     """Tensor parallel ranks on two nodes: two all-reduces per layer and direction, in sight."""
 
     reduces = False
+    rate = 45_000.0
 
     def behind_layer(self, index):
         for _ in range(2):
-            self.communicate("allreduce", 16.8e6, beside=False, rate=45_000.0)
+            self.communicate("allreduce", 16.8e6, beside=False, rate=self.rate)
 
     behind_backward_layer = behind_layer
 
@@ -255,8 +280,10 @@ class SplitsLayersOverSlowLinks(Training):
 class ExchangesTokens(Training):
     """Experts on other ranks: tokens travel before and behind each layer, and nothing runs meanwhile."""
 
+    rate = 70_000.0
+
     def before_layer(self, index):
-        self.communicate("all_to_allv", 33.6e6, beside=False, rate=70_000.0)
+        self.communicate("all_to_allv", 33.6e6, beside=False, rate=self.rate)
 
     behind_layer = before_layer
     before_backward_layer = before_layer
@@ -266,46 +293,60 @@ class ExchangesTokens(Training):
 class ReducesTensorByTensor(Training):
     """A reduction of its own for each small tensor, behind backward."""
 
+    tensors = 40  # of a layer
+
     def reduce_bucket(self, elements):
         return
 
     def backward(self, is_last):
         super().backward(is_last)
-        for _ in range(40 * self.layers if is_last else 0):
+        for _ in range(self.tensors * self.layers if is_last else 0):
             self.communicate("allreduce", 4096.0, beside=True)
 
 
 class SlowGpu(Training):
     """Rank 2's GPU is clocked down: its kernels take 1.35 times as long."""
 
+    late = 2
+    slowness = 1.35
+
     def __init__(self, ranks=1, seed=1):
         super().__init__(ranks, seed)
-        self.ranks[2].slowness = 1.35
+        self.ranks[self.late].slowness = self.slowness
 
 
 class SlowReaderOnOneRank(Training):
     """Rank 1 waits 11 ms for each batch: its disk is slow."""
 
+    late = 1
+    late_us = 11_000.0
+
     def load_batch(self, rank, number):
-        self.loader_us = 11_000.0 if rank.number == 1 else 60.0
+        self.loader_us = self.late_us if rank.number == self.late else 60.0
         super().load_batch(rank, number)
 
 
 class LateInTurns(Training):
     """Each step, another rank works 9 ms longer on its host before it goes on."""
 
+    late_us = 9_000.0
+
     def before_forward(self, rank, number):
         if number % len(self.ranks) == rank.number:
             rank.synchronize()
-            rank.python(9_000.0)
+            rank.python(self.late_us)
 
 
 class LateAtTimes(Training):
     """Rank 3 is 30 ms late in every second step."""
 
+    late = 3
+    every = 2
+    late_us = 30_000.0
+
     def before_forward(self, rank, number):
-        if rank.number == 3 and number % 2 == 0:
-            rank.python(30_000.0)
+        if rank.number == self.late and number % self.every == 0:
+            rank.python(self.late_us)
 
 
 class PageableCopies(Training):
@@ -324,14 +365,16 @@ class PageableCopies(Training):
 class OffloadsActivations(Training):
     """Each layer's activations are copied to the host and back, and the layers wait for the copies."""
 
+    copy_us = 1_050.0
+
     def forward_layer(self, rank, index):
         super().forward_layer(rank, index)
         rank.wait_for_stream(COMPUTE_STREAM, COPY_STREAM)
-        rank.copy("Memcpy DtoH (Device -> Pinned)", 24 << 20, 1_050.0, COPY_STREAM)
+        rank.copy("Memcpy DtoH (Device -> Pinned)", 24 << 20, self.copy_us, COPY_STREAM)
         rank.wait_for_stream(COPY_STREAM)
 
     def backward_layer(self, rank, index):
-        rank.copy("Memcpy HtoD (Pinned -> Device)", 24 << 20, 1_050.0, COPY_STREAM)
+        rank.copy("Memcpy HtoD (Pinned -> Device)", 24 << 20, self.copy_us, COPY_STREAM)
         rank.wait_for_stream(COPY_STREAM)
         super().backward_layer(rank, index)
 
@@ -345,24 +388,28 @@ class SinglePrecision(Training):
 class DoubleBlock(Training):
     """Someone computes a small correction in fp64."""
 
+    rows = 4096
+
     def forward_layer(self, rank, index):
         super().forward_layer(rank, index)
         if index % 4 == 1:
-            rank.matmul(4096, 2048, 2048, "double")
-            rank.matmul(4096, 2048, 4096, "double")
+            rank.matmul(self.rows, 2048, 2048, "double")
+            rank.matmul(self.rows, 2048, 4096, "double")
 
 
 class ChainsElementwise(Training):
     """A hand-written activation and norm: twenty elementwise kernels per layer and direction."""
 
+    kernels = 20
+
     def forward_layer(self, rank, index):
         super().forward_layer(rank, index)
-        for number in range(20):
+        for number in range(self.kernels):
             op, kernel = ("aten::mul", MULTIPLY) if number % 2 else ("aten::add", ADD)
             rank.elementwise(op, kernel, [4096, 8192], BF16, 3)
 
     def backward_layer(self, rank, index):
-        for number in range(20):
+        for number in range(self.kernels):
             op, node = ("aten::mul", "MulBackward0") if number % 2 else ("aten::add", "AddBackward0")
             with rank.node(node):
                 rank.elementwise(op, MULTIPLY if number % 2 else ADD, [4096, 8192], BF16, 3)
@@ -372,9 +419,11 @@ class ChainsElementwise(Training):
 class CopiesLayouts(Training):
     """.contiguous() behind each transposition, six per layer."""
 
+    copies = 6
+
     def forward_layer(self, rank, index):
         super().forward_layer(rank, index)
-        for _ in range(6):
+        for _ in range(self.copies):
             rank.open("aten::contiguous", "cpu_op", [[256, 64, 56, 56]], [BF16])
             rank.open("aten::clone", "cpu_op", [[256, 64, 56, 56]], [BF16])
             rank.kernel("aten::copy_", COPY_KERNEL, 190.0, [[256, 64, 56, 56]] * 2, [BF16] * 2)
@@ -477,10 +526,12 @@ class OddVocabulary(Transformer):
 class LoopingOptimizer(Training):
     """Adam tensor by tensor (foreach=False): six kernels for each of 400 tensors."""
 
+    tensors = 400
+
     def update(self, rank):
         rank.open("Optimizer.step#AdamW.step")
-        share = self.layers * self.parameters / 400
-        for _ in range(400):
+        share = self.layers * self.parameters / self.tensors
+        for _ in range(self.tensors):
             for op in ("aten::mul_", "aten::lerp_", "aten::addcmul_", "aten::sqrt", "aten::add_", "aten::addcdiv_"):
                 us = 9.0 * share / rank.gpu.bytes_per_us + 1.5
                 rank.kernel(op, MULTIPLY, us, [[int(share)]], ["float"])
@@ -548,15 +599,34 @@ WORKLOADS: dict[str, type[Training]] = {"transformer": Transformer, "convnet": C
 def build_training(workload: str, parts: list[str], ranks: int = 1, seed: int = 1) -> Training:
     """Build a simulated training with planted parts.
 
+    A name may be followed by other values of its attributes: "MetricsInPython:work_us=6000".
+
     Args:
         workload: Name in WORKLOADS.
         parts: Names of classes of this module, the outermost first.
         ranks: How many.
         seed: Of all that varies.
     """
-    mixed = [globals()[part] for part in parts]
-    kind = type("_".join([*parts, workload]), (*mixed, WORKLOADS[workload]), {})
+    mixed = [change_attributes(part, globals()) for part in parts]
+    base = change_attributes(workload, WORKLOADS)
+    kind = type("_".join([*(one.__name__ for one in mixed), base.__name__]), (*mixed, base), {})
     return kind(ranks, seed)
+
+
+def change_attributes(text: str, classes: Mapping[str, type]) -> type:
+    """Find a class, with other values where the text has any.
+
+    Args:
+        text: "Name" or "Name:attribute=number,attribute=number".
+        classes: By name.
+    """
+    name, _, settings = text.partition(":")
+    kind = classes[name]
+    values = {}
+    for setting in settings.split(",") if settings else ():
+        attribute, _, number = setting.partition("=")
+        values[attribute] = type(getattr(kind, attribute))(float(number))
+    return type(kind.__name__, (kind,), values) if values else kind
 
 
 def build_twin(workload: str, parts: list[str], ranks: int = 1, seed: int = 1) -> Training:
@@ -571,10 +641,10 @@ def build_twin(workload: str, parts: list[str], ranks: int = 1, seed: int = 1) -
     cures: dict = {}
     kept = []
     for part in parts:
-        kind = globals()[part]
-        cures |= vars(kind).get("cure", {})
-        kept += [kind] if kind is TinyWork else []
-    twin = type("Twin", (*kept, WORKLOADS[workload]), cures)
+        kind = change_attributes(part, globals())
+        cures |= getattr(kind, "cure", {})
+        kept += [kind] if issubclass(kind, TinyWork) else []
+    twin = type("Twin", (*kept, change_attributes(workload, WORKLOADS)), cures)
     return twin(ranks, seed)
 
 

@@ -60,6 +60,7 @@ class Training(ABC):
         reads_loss: Whether the loop reads the loss at the end of each step, as loops that log do.
         batch_bytes: What is copied to the device.
         parameters: Of one layer.
+        recorded: Steps in the trace.
     """
 
     gpu: Gpu = H100
@@ -75,6 +76,7 @@ class Training(ABC):
     op_us = 8.0
     has_stacks = False
     loader_us = 60.0
+    recorded = RECORDED
 
     def __init__(self, ranks: int = 1, seed: int = 1) -> None:
         self.ranks = [Rank(number, ranks, self.gpu, seed) for number in range(ranks)]
@@ -91,10 +93,10 @@ class Training(ABC):
         for rank in self.ranks:
             rank.recording = records
         began = self._end_us()
-        for number in range(WARM_UP, WARM_UP + RECORDED):
+        for number in range(WARM_UP, WARM_UP + self.recorded):
             self.step(number)
         self._drain()
-        self.step_us = [(self._end_us() - began) / RECORDED] * RECORDED
+        self.step_us = [(self._end_us() - began) / self.recorded] * self.recorded
 
     def _drain(self) -> None:
         """What the profiler does before it starts and stops."""
