@@ -13,7 +13,7 @@ from benchmarks.diagnosis.__main__ import main
 from benchmarks.diagnosis.claims import LOW, Answer, Claim, read_answer, write_answer
 from benchmarks.diagnosis.made.causes import build_training, measure_share
 from benchmarks.diagnosis.made.rank import MAIN_THREAD
-from benchmarks.diagnosis.manifest import MIN_SHARE, Run, read_classes, read_manifest
+from benchmarks.diagnosis.manifest import HELD_BACK, MIN_SHARE, Run, read_classes, read_manifest
 from benchmarks.diagnosis.score import render_classes, render_mistakes, render_tools, score_run, sum_scores
 
 RUNS = read_manifest()
@@ -33,6 +33,23 @@ def test_the_key_names_only_classes_of_the_list():
     assert {name for run in RUNS for name in run.causes} == set(CLASSES)
     assert sum(run.is_sound for run in RUNS) == SOUND
     assert len(RUNS) - SOUND >= MIN_RUNS
+
+
+def test_the_held_back_key_has_runs_of_its_own():
+    held_back = read_manifest(HELD_BACK)
+    names = [run.name for run in held_back]
+    assert len(set(names)) == len(names) and not {run.name for run in RUNS} & set(names)
+    assert {name for run in held_back for name in (*run.causes, *run.accepted)} <= set(CLASSES)
+    assert not {(run.workload, run.recipe, run.ranks) for run in RUNS} & {
+        (run.workload, run.recipe, run.ranks) for run in held_back
+    }
+
+
+def test_a_recipe_may_have_other_numbers():
+    plain = build_training("transformer", ["LateAtTimes"], ranks=4)
+    changed = build_training("transformer:layers=3", ["LateAtTimes:late=1,late_us=2000"], ranks=4)
+    assert (changed.layers, changed.late, changed.late_us, changed.every) == (3, 1, 2000.0, plain.every)
+    assert isinstance(changed.late, int) and isinstance(changed.late_us, float)
 
 
 # of several ranks, the cheap ones stand for all: the rules are the same
