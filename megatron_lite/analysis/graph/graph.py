@@ -72,6 +72,7 @@ class Activities:
     work_ns: Integers  # int64 [n], what it takes once it has begun
     delay_ns: Integers  # int64 [n], between the end of what it waited for and its start, without a known reason
     again_ns: Integers  # int64 [n], the part of it that computes forward once more, measured
+    bucket_ns: Integers  # int64 [n], the part of it that moves gradients into buckets or back, measured
     num_bytes: Integers  # int64 [n], of a collective's transfer; -1: none, or not known
 
     def __len__(self) -> int:

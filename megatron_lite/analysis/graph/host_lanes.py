@@ -142,6 +142,7 @@ def _add_lane(
     found = _describe(one, thread, start_ns, end_ns)
     lane = parts.add_lane(one.at, f"thread {thread}")
     recomputing = one.recomputing.get(thread, NOTHING)
+    filling_buckets = one.filling_buckets.get(thread, NOTHING)
     number = parts.add(
         lane,
         start_ns + one.clock_ns,
@@ -152,6 +153,7 @@ def _add_lane(
         name=found.name,
         row=found.row,
         again_ns=recomputing.within(start_ns, end_ns),
+        bucket_ns=filling_buckets.within(start_ns, end_ns),
     )
     base_ns = _find_own_part(waits, is_mine, start_ns[1:], end_ns[:-1])
     parts.chain(number, EdgeKind.THREAD, base_ns)

@@ -10,7 +10,7 @@ from megatron_lite.analysis.graph.graph import Activities, EdgeKind, Edges, Lane
 from megatron_lite.analysis.intervals import Flags, Integers
 
 ALL_NS = np.iinfo(np.int64).max  # an edge whose lag is all that lies between its ends
-_COLUMNS = ("kind", "lane", "step", "phase", "name", "row", "start_ns", "end_ns", "again_ns", "num_bytes")
+_COLUMNS = ("kind", "lane", "step", "phase", "name", "row", "start_ns", "end_ns", "again_ns", "bucket_ns", "num_bytes")
 _EDGE_COLUMNS = ("source", "target", "kind", "base_ns")
 
 
@@ -45,6 +45,7 @@ class Parts:
         name: ArrayLike = -1,
         row: ArrayLike = -1,
         again_ns: ArrayLike = 0,
+        bucket_ns: ArrayLike = 0,
         num_bytes: ArrayLike = -1,
     ) -> Integers:
         """Add activities of a lane, in its order.
@@ -59,6 +60,7 @@ class Parts:
             name: index into Graph.names; -1 for none.
             row: row of the rank's trace; -1 for none.
             again_ns: the part that computes forward once more.
+            bucket_ns: the part that moves gradients into buckets or back.
             num_bytes: size of a collective; -1 for none.
 
         Returns:
@@ -66,7 +68,7 @@ class Parts:
         """
         given = {"kind": kind, "lane": lane, "step": step, "phase": phase, "name": name, "row": row}
         given |= {"start_ns": start_ns, "end_ns": end_ns}
-        given |= {"again_ns": again_ns, "num_bytes": num_bytes}
+        given |= {"again_ns": again_ns, "bucket_ns": bucket_ns, "num_bytes": num_bytes}
         count = len(start_ns)
         for column in _COLUMNS:
             whole = np.asarray(given[column], np.int64)
@@ -223,6 +225,7 @@ def _build_activities(columns: dict[str, Integers], edges: Edges) -> Activities:
         work_ns=end_ns - start_ns,
         delay_ns=np.where(has_reason, start_ns - ready_ns, 0),
         again_ns=columns["again_ns"],
+        bucket_ns=columns["bucket_ns"],
         num_bytes=columns["num_bytes"],
     )
 

@@ -5,6 +5,7 @@ from functools import cached_property
 
 import numpy as np
 
+from megatron_lite.analysis.graph.bucket_moves import find_bucket_moves
 from megatron_lite.analysis.graph.recomputation import find_recomputation
 from megatron_lite.analysis.intervals import NOTHING, Cover, Flags, Integers, Nesting, joined
 from megatron_lite.analysis.kernels.kernel_names import short_name
@@ -58,6 +59,11 @@ class RankInput:
     def recomputing(self) -> dict[int, Cover]:
         """When each thread that does so computes forward once more, inside backward."""
         return find_recomputation(self.trace)
+
+    @cached_property
+    def filling_buckets(self) -> dict[int, Cover]:
+        """When each thread that does so moves gradients into buckets or back."""
+        return find_bucket_moves(self.trace)
 
     @cached_property
     def step_ns(self) -> float:

@@ -1,7 +1,7 @@
 """Streams of a device and threads of a backend as lanes, and why each piece of work began when it did."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +10,7 @@ from megatron_lite.analysis.graph.graph import ActivityKind, EdgeKind
 from megatron_lite.analysis.graph.host_lanes import HostLanes, HostWaits
 from megatron_lite.analysis.graph.parts import ALL_NS, Parts
 from megatron_lite.analysis.graph.rank_input import RankInput
-from megatron_lite.analysis.intervals import Flags, Integers
+from megatron_lite.analysis.intervals import Cover, Flags, Integers
 from megatron_lite.analysis.ranks.calls import POINT_TO_POINT, What
 from megatron_lite.analysis.trace.columns import Kind
 
@@ -109,12 +109,22 @@ def _find_steps(one: RankInput, rows: Integers) -> Integers:
     return one.find_step(one.called_ns)
 
 
-def _find_recomputed(one: RankInput, rows: Integers) -> Flags:
-    """Tell for each piece of device work (bool [k]) whether it was launched where forward is computed once more."""
+def _find_launched_within(
+    one: RankInput,
+    rows: Integers,
+    covers: Mapping[int, Cover],
+) -> Flags:
+    """Tell for each piece of device work (bool [k]) whether it was launched at certain times.
+
+    Args:
+        one: the rank.
+        rows: [k], of the trace.
+        covers: the times, by thread.
+    """
     launch = one.trace.launch_of[rows]
     events = one.trace.events
     found = np.zeros(len(rows), bool)
-    for thread, cover in one.recomputing.items():
+    for thread, cover in covers.items():
         is_mine = (launch >= 0) & (events.thread[launch] == thread)
         found |= is_mine & cover.holds(events.start_ns[launch])
     return found
@@ -129,6 +139,7 @@ class _Traits:
     step: Integers  # [k], numbers of steps; -1: none
     phase: Integers  # [k], index into Graph.phases; -1: none
     is_again: Flags  # [k], launched where forward is computed once more
+    fills_bucket: Flags  # [k], launched where gradients are moved into buckets or back
     num_bytes: Integers  # [k], of collectives; -1: not known
     is_pair: Flags  # [k], sends and receives
 
@@ -140,6 +151,7 @@ class _Traits:
             step=self.step[place],
             phase=self.phase[place],
             is_again=self.is_again[place],
+            fills_bucket=self.fills_bucket[place],
             num_bytes=self.num_bytes[place],
             is_pair=self.is_pair[place],
         )
@@ -181,7 +193,8 @@ def _describe_work(
         met_ns=met_ns,
         step=_find_steps(one, rows),
         phase=phase,
-        is_again=_find_recomputed(one, rows),
+        is_again=_find_launched_within(one, rows, one.recomputing),
+        fills_bucket=_find_launched_within(one, rows, one.filling_buckets),
         num_bytes=num_bytes,
         is_pair=is_pair,
     )
@@ -222,6 +235,7 @@ def _add_lane(
         name=names[pieces.of],
         row=lane.rows[pieces.of],
         again_ns=np.where(traits.is_again[pieces.of], pieces.end_ns - pieces.start_ns, 0),
+        bucket_ns=np.where(traits.fills_bucket[pieces.of], pieces.end_ns - pieces.start_ns, 0),
         num_bytes=np.where(pieces.is_arrival, -1, traits.num_bytes[pieces.of]),
     )
     activities.begin[lane.place] = number[~pieces.is_second]

@@ -4,10 +4,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from support import run_maker
 from support.graphs import make_graph, run, step_us
 from support.trace_maker import GLOO, MadeTrace, cpu_run, gpu_run, place
 
+from megatron_lite.analysis.graph.edits.accumulation import sum_gradients_once
 from megatron_lite.analysis.graph.edits.buckets import (
+    LEAST_HALF_BYTES,
     fit_transfers,
     merge_collectives,
     resize_buckets,
@@ -27,9 +30,10 @@ from megatron_lite.analysis.graph.edits.saving import (
 )
 from megatron_lite.analysis.graph.edits.stages import move_layers
 from megatron_lite.analysis.graph.edits.transfers import find_gradient_sums
-from megatron_lite.analysis.graph.graph import ActivityKind
+from megatron_lite.analysis.graph.graph import ON_HOST, ActivityKind
 from megatron_lite.analysis.graph.recomputation import ENGINE
 from megatron_lite.analysis.graph.replay import check_replay
+from megatron_lite.analysis.run.read import read_run
 from megatron_lite.formats.step_records import StepRecord
 
 # --- recomputation
@@ -151,7 +155,12 @@ def add_sum(made: MadeTrace, called: float, begin: float, elements: int, has_siz
     return end
 
 
-def make_summing(rank: int, afterwards: bool = False, has_sizes: bool = True) -> MadeTrace:
+def make_summing(
+    rank: int,
+    afterwards: bool = False,
+    has_sizes: bool = True,
+    sizes: tuple[int, ...] = SIZES,
+) -> MadeTrace:
     """Backward in four parts of 200 us, each of which gives gradients that are summed, at once or behind backward; an
     update of 100 us waits for all."""
     made = MadeTrace(rank, 2, device=None)
@@ -159,7 +168,7 @@ def make_summing(rank: int, afterwards: bool = False, has_sizes: bool = True) ->
     for number in range(4):
         moment = at + 1
         free = at
-        for elements in SIZES:
+        for elements in sizes:
             made.op("aten::mm", moment, moment + 200)
             moment += 201
             if not afterwards:
@@ -168,7 +177,7 @@ def make_summing(rank: int, afterwards: bool = False, has_sizes: bool = True) ->
         made.annotation("backward", at + 1, moment)
         if afterwards:
             begun = moment
-            for elements in SIZES:
+            for elements in sizes:
                 moment = add_sum(made, moment + 1, moment + 5, elements, has_sizes)
             made.annotation("sum gradients", begun, moment + 1)
             free = moment + 1
@@ -199,8 +208,43 @@ def test_buckets_of_another_size(tmp_path):
     # a sum of 3,000 as three of 1,000, whose gradients come from one operator
     parts = resize_buckets(graph, 4_000)
     assert step_us(parts) == pytest.approx(412 + 600 + 200 + 600 + 103, abs=15)
-    # one size tells no latency
-    assert resize_buckets(whole, 8_000) is whole
+    # one size tells no latency: no part of it is summed earlier
+    assert step_us(resize_buckets(whole, 8_000)) == step_us(whole)
+
+
+def test_buckets_of_one_size_are_merged_at_the_least_that_it_saves(tmp_path):
+    """Of 200 us for 4,000 bytes, 128 KiB of 132 and more are latency."""
+    ranks = [make_summing(rank, sizes=(1000,) * 4) for rank in range(2)]
+    graph = make_graph(tmp_path, *ranks)
+    assert step_us(graph) == pytest.approx(832 + 200 + 103, abs=15)
+    one_ns = 200_000 / (LEAST_HALF_BYTES + 4_000)
+    merged_us = one_ns * (LEAST_HALF_BYTES + 16_000) / 1e3
+    assert step_us(resize_buckets(graph, 1e9)) == pytest.approx(832 - 24 + merged_us + 103, abs=15)
+
+
+def test_the_sums_of_the_last_micro_batch_stay_with_their_moves(tmp_path):
+    """Two micro-batches of one bucket each, whose gradients are moved in 50 us and back in 30."""
+    ranks = []
+    for rank in range(2):
+        made = MadeTrace(rank, 2, device=None)
+        for number in range(4):
+            at = number * 1500.0
+            made.step(number, at, at + 1500)
+            for begun in (at + 1, at + 701):
+                made.annotation("backward", begun, begun + 690)
+                made.op("aten::mm", begun + 1, begun + 300)
+                made.op("torch::distributed::reducer::mul_out", begun + 310, begun + 360)
+                end = add_sum(made, begun + 365, begun + 370, 2000)
+                made.op("torch.distributed.ddp.reducer::copy_bucket_to_grad", end + 5, end + 35)
+            made.annotation("optimizer_step", at + 1395, at + 1499)
+            made.op("aten::_foreach_add_", at + 1396, at + 1498)
+        ranks.append(made)
+    graph = make_graph(tmp_path, *ranks)
+    assert graph.activities.bucket_ns.sum() == 2 * 4 * 2 * 80_000
+    before_us = step_us(graph)
+    after_us = step_us(sum_gradients_once(graph, 2))
+    # the wait of 300 us, the moves, and the call
+    assert before_us - after_us == pytest.approx(300 + 80 + 8, abs=20)
 
 
 def test_buckets_whose_sizes_are_not_recorded_stay_as_they_are(tmp_path):
@@ -268,14 +312,32 @@ def test_steps_without_the_profilers_work(tmp_path):
     assert step_us(leave_out_recording(graph, {})) == step_us(graph)
 
 
-def test_recorded_steps_beside_the_others():
+def test_collectives_that_are_slow_by_chance_are_not_the_profilers_work(tmp_path):
+    """Backward is 200 us longer while recorded, but the profiler takes 10 us for what the host does in forward."""
+    graph = make_graph(tmp_path, cpu_run(steps=4, world_size=1, gloo_us=10.0))
+    on_host = graph.find_kind(*ON_HOST)
+    in_forward = np.count_nonzero(on_host & graph.find_phase("forward"))
+    in_backward = np.count_nonzero(on_host & graph.find_phase("backward"))
+    most_us = 10 + 10 * in_backward / in_forward
+    longer_ns = {"forward": 10_000.0, "backward": 200_000.0}
+    assert step_us(graph) - step_us(leave_out_recording(graph, longer_ns)) == pytest.approx(most_us, abs=2)
+
+
+def test_recorded_steps_beside_the_others(tmp_path):
+    """Backward of recorded steps takes 10 ms more; a step that saves and the first ones do not count."""
     lines = []
     for number in range(1, 21):
         is_recorded = 11 <= number < 15
         phases_ms = {"forward": 20.0, "backward": 40.0 if is_recorded else 30.0}
-        lines.append(StepRecord(iteration=number, step=number, ms=60.0, phases_ms=phases_ms, profiled=is_recorded))
-    assert measure_recording(lines) == {"forward": 0.0, "backward": 10e6}
-    assert measure_recording(lines[:12]) == {}
+        if number <= 4 or number == 12:
+            phases_ms["backward"] = 100.0
+        if number == 12:
+            phases_ms["save"] = 50.0
+        lines.append(run_maker.step(number, ms=60.0, phases_ms=phases_ms, profiled=is_recorded))
+    run = read_run(run_maker.folder(tmp_path / "whole", lines))
+    assert measure_recording(run) == {"forward": 0.0, "backward": pytest.approx(10e6)}
+    short = read_run(run_maker.folder(tmp_path / "short", lines[:12]))
+    assert measure_recording(short) == {}
 
 
 # --- updates

@@ -13,12 +13,15 @@ from megatron_lite.analysis.graph.edits.change import (
     set_work,
 )
 from megatron_lite.analysis.graph.edits.transfers import find_gradient_sums, leave_out_transfers, list_by_step
-from megatron_lite.analysis.graph.graph import ON_DEVICE, ON_HOST, ActivityKind, EdgeKind, Graph
+from megatron_lite.analysis.graph.graph import ON_DEVICE, ON_HOST, EdgeKind, Graph
 from megatron_lite.analysis.intervals import Flags, Integers
 from megatron_lite.phases import Phase
 
 SMALL_BYTES = 4096  # what is not larger takes the latency
 MIN_SIZES_RATIO = 2.0  # between the largest and the smallest collective: closer ones do not tell latency from bandwidth
+# Of a collective of so many bytes half of the time is latency (Hockney's n 1/2). Links of ranks have more: 200 KiB and
+# more of gloo within a machine (docs/benchmarks.md), about a megabyte of NVLink and InfiniBand.
+LEAST_HALF_BYTES = 128 * 2**10
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,32 @@ def fit_transfers(
     return TransferModel(max(float(latency), 0.0), float(slope))
 
 
+def bound_transfers(
+    graph: Graph,
+    chosen: Flags,
+) -> TransferModel | None:
+    """Bound the time of larger collectives from above where those of a trace are of one size.
+
+    Of their time at least the share is latency that a link with LEAST_HALF_BYTES gives, so that what merging them saves
+    is a lower bound.
+
+    Args:
+        graph: the graph.
+        chosen: [n], transfers of collectives of one kind and group.
+
+    Returns:
+        None where sizes are not recorded.
+    """
+    transfers = np.flatnonzero(chosen & (graph.activities.work_ns > 0))
+    num_bytes = graph.activities.num_bytes[transfers]
+    if not len(transfers) or num_bytes.min() <= 0:
+        return None
+    # the largest leave the most to bandwidth
+    whole_ns = float(np.median(graph.activities.work_ns[transfers]))
+    ns_per_byte = whole_ns / (LEAST_HALF_BYTES + float(num_bytes.max()))
+    return TransferModel(LEAST_HALF_BYTES * ns_per_byte, ns_per_byte)
+
+
 def resize_buckets(
     graph: Graph,
     bucket_bytes: float,
@@ -75,17 +104,22 @@ def resize_buckets(
     bytes takes, the others and the calls that hand them over nothing. A bucket that is larger is summed in parts, whose
     gradients are ready at even intervals since the bucket before.
 
+    Buckets of one size do not tell latency from bandwidth. They are merged at the least that this saves, and not split.
+
     Args:
-        graph: the graph; it stays as it is where sizes are not recorded, or do not tell latency from bandwidth.
+        graph: the graph; it stays as it is where sizes are not recorded.
         bucket_bytes: a bucket is full with so many.
         first_bytes: the same of the first bucket of a step; None: as the others.
     """
     sums = find_gradient_sums(graph)
-    model = fit_transfers(graph, sums)
+    fitted = fit_transfers(graph, sums)
+    model = fitted or bound_transfers(graph, sums)
     if model is None:
         return graph
     graph = _merge(graph, sums, model, bucket_bytes, first_bytes or bucket_bytes)
-    return _split(graph, sums, bucket_bytes, model)
+    if fitted is None:
+        return graph
+    return _split(graph, sums, bucket_bytes, fitted)
 
 
 def merge_collectives(
@@ -95,10 +129,10 @@ def merge_collectives(
     """Let one collective take the place of all of a step that are chosen, when the last of them is handed over.
 
     Args:
-        graph: the graph; it stays as it is where sizes are not recorded, or do not tell latency from bandwidth.
-        chosen: [n], transfers of collectives of one kind and group.
+        graph: the graph; it stays as it is where sizes are not recorded.
+        chosen: [n], transfers of collectives of one kind and group. Of one size, the least that this saves is claimed.
     """
-    model = fit_transfers(graph, chosen)
+    model = fit_transfers(graph, chosen) or bound_transfers(graph, chosen)
     if model is None:
         return graph
     return _merge(graph, chosen, model, math.inf, math.inf)
@@ -169,7 +203,7 @@ def _merge(
         first_bytes: of the first one of a step.
     """
     merged = _merge_neighbors(graph, chosen, bucket_bytes, first_bytes)
-    graph = _leave_out(graph, merged.left_out)
+    graph = leave_out_transfers(graph, merged.left_out)
     works_ns = model.latency_ns + model.ns_per_byte * merged.num_bytes
     is_changed = merged.num_bytes != graph.activities.num_bytes[merged.kept]
     graph = set_work(graph, merged.kept[is_changed], np.rint(works_ns[is_changed]))
@@ -236,40 +270,6 @@ def _merge_neighbors(
             sizes.append(num_bytes[group].sum())
             left_out.append(buckets[group][:-1])
     return _Merged(np.array(kept), np.array(sizes), np.sort(np.concatenate(left_out)))
-
-
-def _leave_out(
-    graph: Graph,
-    transfers: Integers,
-) -> Graph:
-    """Leave out transfers, and the calls that hand them over; ranks do not wait for each other in them.
-
-    Args:
-        graph: the graph.
-        transfers: in order.
-    """
-    arrivals = find_arrivals(graph, transfers)
-    calls = _find_calls(graph, arrivals)
-    graph = leave_out_transfers(graph, transfers)
-    return set_work(graph, calls, 0)
-
-
-def _find_calls(graph: Graph, arrivals: Integers) -> Integers:
-    """Find what a thread does to hand collectives over to a backend: int64, at most one for each.
-
-    Args:
-        graph: the graph.
-        arrivals: the first activity of each.
-    """
-    edges = graph.edges
-    calls = graph.find_edges(EdgeKind.CALL)
-    is_meant = np.isin(edges.target[calls], arrivals)
-    before = edges.source[calls[is_meant]]
-    orders = graph.find_edges(EdgeKind.THREAD)
-    follows = np.isin(edges.source[orders], before)
-    handing_over = edges.target[orders[follows]].astype(np.int64)
-    is_operator = graph.find_kind(ActivityKind.OPERATOR)[handing_over]
-    return handing_over[is_operator]
 
 
 @dataclass(frozen=True)

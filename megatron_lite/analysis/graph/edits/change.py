@@ -43,6 +43,26 @@ def scale_work(
     return set_work(graph, chosen, np.rint(scaled_ns))
 
 
+def leave_out_part(
+    graph: Graph,
+    chosen: Integers,
+    part_ns: Integers,
+) -> Graph:
+    """Let activities take what is left of them without a part; one of which nothing is left begins without delay.
+
+    Args:
+        graph: the graph.
+        chosen: [k], numbers of activities.
+        part_ns: [k], the part of each, measured.
+    """
+    activities = graph.activities
+    measured_ns = activities.end_ns[chosen] - activities.start_ns[chosen]
+    kept = 1 - part_ns / np.maximum(measured_ns, 1)
+    work_ns = np.rint(activities.work_ns[chosen] * kept)
+    graph = set_work(graph, chosen, work_ns)
+    return drop_delays(graph, chosen[part_ns == measured_ns])
+
+
 def drop_delays(graph: Graph, chosen: Flags | Integers) -> Graph:
     """Let activities begin as soon as what they wait for has ended."""
     delay_ns = graph.activities.delay_ns.copy()

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megatron_lite.analysis.graph.edits.change import drop_delays, set_work
+from megatron_lite.analysis.graph.edits.change import leave_out_part
 from megatron_lite.analysis.graph.graph import Graph
 from megatron_lite.analysis.intervals import Flags
 
@@ -20,10 +20,4 @@ def drop_recomputation(graph: Graph) -> Graph:
         graph: the graph; without recomputation in its trace it stays as it is.
     """
     numbers = np.flatnonzero(find_recomputed(graph))
-    activities = graph.activities
-    again_ns = activities.again_ns[numbers]
-    measured_ns = activities.end_ns[numbers] - activities.start_ns[numbers]
-    kept = 1 - again_ns / np.maximum(measured_ns, 1)
-    work_ns = np.rint(activities.work_ns[numbers] * kept)
-    graph = set_work(graph, numbers, work_ns)
-    return drop_delays(graph, numbers[again_ns == measured_ns])
+    return leave_out_part(graph, numbers, graph.activities.again_ns[numbers])

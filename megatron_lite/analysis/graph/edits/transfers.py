@@ -19,29 +19,49 @@ def find_gradient_sums(graph: Graph) -> Flags:
 
 
 def list_by_step(graph: Graph, chosen: Flags) -> Iterator[Integers]:
-    """List the chosen transfers of each rank and step, in their order."""
-    transfers = np.flatnonzero(chosen)
-    keys = np.stack([graph.rank[transfers], graph.activities.step[transfers]])
+    """List the chosen activities of each rank and step, in their order."""
+    numbers = np.flatnonzero(chosen)
+    keys = np.stack([graph.rank[numbers], graph.activities.step[numbers]])
     _, group = np.unique(keys, axis=1, return_inverse=True)
     group = group.ravel()
     for number in range(int(group.max(initial=-1)) + 1):
         is_mine = group == number
-        yield transfers[is_mine]
+        yield numbers[is_mine]
 
 
 def leave_out_transfers(graph: Graph, transfers: Integers) -> Graph:
-    """Leave out transfers and their arrivals; ranks do not wait for each other in them.
+    """Leave out transfers, their arrivals, and the calls that hand them over; ranks do not wait for each other in them.
 
-    What the host does to hand them over stays. On a machine without a device the main threads get the cores back that
-    the transfers took.
+    On a machine without a device the main threads get the cores back that the transfers took.
 
     Args:
         graph: the graph.
         transfers: numbers of activities, in order.
     """
-    parts = np.union1d(transfers, find_arrivals(graph, transfers))
+    arrivals = find_arrivals(graph, transfers)
+    parts = np.union1d(transfers, arrivals)
+    calls = _find_calls(graph, arrivals)
     graph = give_back_cores(graph, transfers)
     graph = drop_delays(set_work(graph, parts, 0), parts)
+    graph = set_work(graph, calls, 0)
     meetings = graph.find_edges(EdgeKind.MEETING)
     is_left_out = np.isin(graph.edges.target[meetings], transfers)
     return drop_edges(graph, meetings[is_left_out])
+
+
+def _find_calls(graph: Graph, arrivals: Integers) -> Integers:
+    """Find what a thread does to hand collectives over to a backend: int64, at most one for each.
+
+    Args:
+        graph: the graph.
+        arrivals: the first activity of each.
+    """
+    edges = graph.edges
+    calls = graph.find_edges(EdgeKind.CALL)
+    is_meant = np.isin(edges.target[calls], arrivals)
+    before = edges.source[calls[is_meant]]
+    orders = graph.find_edges(EdgeKind.THREAD)
+    follows = np.isin(edges.source[orders], before)
+    handing_over = edges.target[orders[follows]].astype(np.int64)
+    is_operator = graph.find_kind(ActivityKind.OPERATOR)[handing_over]
+    return handing_over[is_operator]
