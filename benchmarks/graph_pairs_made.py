@@ -24,6 +24,7 @@ from megatron_lite.analysis.graph.edits.saving import (
 from megatron_lite.analysis.graph.edits.stages import move_layers
 from megatron_lite.analysis.graph.edits.straggler import level_rank
 from megatron_lite.analysis.graph.graph import ActivityKind, Graph
+from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.time.time_results import Placing
 from megatron_lite.analysis.trace.columns import Trace
 from megatron_lite.formats.step_records import StepRecord
@@ -33,7 +34,7 @@ LOADER = Path(__file__).parent / "graph_scripts" / "loader.py"
 
 
 @dataclass(frozen=True)
-class Run:
+class Start:
     """One side of a pair.
 
     Attributes:
@@ -55,10 +56,12 @@ class Recorded:
 
     Attributes:
         ranks: The trace of each rank, and where its events belong.
+        run: What the run says of itself.
         steps: Lines of steps.jsonl before the timed steps.
     """
 
     ranks: Sequence[tuple[Trace, Placing]]
+    run: Run
     steps: Sequence[StepRecord]
 
     def find_saving(self) -> Saving:
@@ -73,7 +76,7 @@ Edit = Callable[[Graph, Recorded], Graph]
 
 def build(recorded: Recorded) -> Graph:
     """The graph of a run without the profiler's own work, with its checkpoints."""
-    graph = leave_out_recording(build_graph(recorded.ranks), measure_recording(recorded.steps))
+    graph = leave_out_recording(build_graph(recorded.ranks), measure_recording(recorded.run))
     saving = read_saving(recorded.steps)
     return add_saving(graph, saving) if saving else graph
 
@@ -132,8 +135,8 @@ class Pair:
     """
 
     name: str
-    before: Run
-    after: Run
+    before: Start
+    after: Start
     edit: Edit
 
     @property
@@ -152,14 +155,14 @@ MOCK = "--mock-data"
 EXTERNAL = f"--dataloader-type external --external-dataloader {LOADER}:yield_batches"
 
 
-def train(ranks: int, flags: str, **environ: str) -> Run:
+def train(ranks: int, flags: str, **environ: str) -> Start:
     """A run of the trainer."""
-    return Run(ranks, f"{TRAINER} {flags}", environ, is_trainer=True)
+    return Start(ranks, f"{TRAINER} {flags}", environ, is_trainer=True)
 
 
-def script(ranks: int, flags: str) -> Run:
+def script(ranks: int, flags: str) -> Start:
     """A run of the script under watch."""
-    return Run(ranks, flags)
+    return Start(ranks, flags)
 
 
 SAVING = "--save PLACE/save --save-interval"
@@ -167,6 +170,7 @@ RECOMPUTING = "--recompute-granularity full --recompute-method uniform --recompu
 PIPELINE = "--num-layers 8 --pipeline-model-parallel-size 2 --micro-batch-size 4 --global-batch-size 16"
 MANY_LAYERS = "--num-layers 8 --hidden-size 64 --micro-batch-size 16 --pytorch-profiler-collect-shapes"
 MANY_TENSORS = "--layers 100 --columns 96 --rows 192"
+LARGER_TENSORS = "--layers 60 --columns 160 --rows 192"
 LARGE_UPDATE = "--layers 12 --columns 512 --rows 128"
 WIDE = "--layers 12 --columns 384 --rows 384"
 
@@ -303,9 +307,22 @@ PAIRS = (
         script(2, f"{WIDE} --rows 96 --accumulate 4 --no-sync"),
         in_order(on_graph(level_rank, 1), on_graph(sum_gradients_once, 4)),
     ),
+    Pair(
+        "script: buckets of 25 MiB for larger layers, 2 ranks",
+        script(2, f"{LARGER_TENSORS} --bucket-mb 0.05"),
+        script(2, LARGER_TENSORS),
+        on_graph(resize_buckets, BUCKET_BYTES),
+    ),
+    Pair(
+        "script: no_sync, 2 larger micro-batches, 2 ranks",
+        script(2, f"{WIDE} --rows 192 --accumulate 2"),
+        script(2, f"{WIDE} --rows 192 --accumulate 2 --no-sync"),
+        on_graph(sum_gradients_once, 2),
+    ),
 )
 HELD_BACK = (
     "trainer: no recomputation, checkpoint every 8, not 2",
-    "script: buckets of 25 MiB, 2 ranks",
     "script: fused update, and 0 to 1 worker",
+    "script: buckets of 25 MiB for larger layers, 2 ranks",
+    "script: no_sync, 2 larger micro-batches, 2 ranks",
 )
