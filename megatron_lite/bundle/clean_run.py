@@ -14,7 +14,13 @@ from megatron_lite.formats.failure_record import FailureRecord, encode_failure
 from megatron_lite.formats.file_names import RANKS_FILE, RUN_FILE, STEPS_FILE
 from megatron_lite.formats.run_record import RunRecord, encode_run
 from megatron_lite.formats.sound_fields import convert_sound
-from megatron_lite.formats.step_records import HardwareRecord, RankInterval, RanksRecord, StepRecord
+from megatron_lite.formats.step_records import (
+    MAX_STEP_LINE_BYTES,
+    HardwareRecord,
+    RankInterval,
+    RanksRecord,
+    StepRecord,
+)
 from megatron_lite.shared_files import open_foreign, read_foreign
 
 Line = StepRecord | RanksRecord[RankInterval] | HardwareRecord
@@ -58,12 +64,12 @@ def _clean_steps(source: Path, target: Path, names: Substitutes) -> None:
     decode = msgspec.json.Decoder(Line).decode
     encode = msgspec.json.Encoder().encode
     with open_foreign(source) as read, target.open("wb") as written:
-        for text in read:
+        while text := read.readline(MAX_STEP_LINE_BYTES):
             line: Line | None
             try:
                 line = decode(text)
             except (msgspec.MsgspecError, ValueError, RecursionError):
-                if not text.endswith(b"\n"):
+                if not text.endswith(b"\n") and len(text) < MAX_STEP_LINE_BYTES:
                     written.write(_CUT)
                     return
                 found = read_damaged_line(text)

@@ -17,6 +17,7 @@ from msgspec import UNSET, UnsetType
 from megatron_lite.formats.hardware_record import HardwareFigures
 
 MAX_NUMBER = 10**18  # no count, time or size of a run is larger; beyond it a file is damaged
+MAX_STEP_LINE_BYTES = 2**26  # of a line of steps.jsonl; a longer one is damage
 
 Ordinal = Annotated[int, msgspec.Meta(gt=0, lt=MAX_NUMBER)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=MAX_NUMBER)]

@@ -16,6 +16,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from megatron_lite.mcp_server.landlock import confine_process, find_version
+from megatron_lite.mcp_server.socket_filter import refuse_sockets
 from megatron_lite.terminal import PYPROJECT
 
 OUTSIDE = "outside of the folders that the server was started with"
@@ -67,6 +68,7 @@ class Confinement:
             if not self.starts_programs:
                 writable.append(SEMAPHORES)
             confine_process([PROCESSES], readable, runnable, writable)
+        refuse_sockets()
         places = [*self.readable, *installation, self.writable]
         sys.addaudithook(self._make_hook(places, self.starts_programs and has_rules))
 

@@ -5,13 +5,17 @@ taken for a module.
 """
 
 import os
+import resource
 import sys
 from pathlib import Path
 
 import msgspec
 
 from megatron_lite.cli.main import main
+from megatron_lite.machine import read_machine
 from megatron_lite.mcp_server.confine import Confinement
+
+SHARE_OF_MEMORY = 2  # a process of a call may have one part in so many of the machine's memory
 
 
 class CommandRequest(msgspec.Struct, frozen=True):
@@ -39,10 +43,22 @@ def run_request(file: Path) -> int:
     """
     request = msgspec.json.decode(file.read_bytes(), type=CommandRequest)
     if request.confined:
+        limit_own_memory()
         readable = tuple(map(Path, request.readable))
         Confinement(readable, Path(request.writable), request.starts_programs).apply()
     os.chdir(request.folder)
     return main(list(request.argv))
+
+
+def limit_own_memory() -> None:
+    """Have this process, and each that it starts, fail with MemoryError rather than take the machine's memory."""
+    memory_bytes = read_machine().memory_bytes
+    if memory_bytes is None:
+        return
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    wanted = memory_bytes // SHARE_OF_MEMORY
+    if most == resource.RLIM_INFINITY or wanted < most:
+        resource.setrlimit(resource.RLIMIT_AS, (wanted, wanted))
 
 
 if __name__ == "__main__":

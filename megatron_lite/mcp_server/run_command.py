@@ -1,6 +1,7 @@
 """Runs a command of megatron-lite in a process of its own, and reads its answer.
 
-A process ends when its time is up, takes its memory along, and can crash without the server.
+A process ends when its time is up, with all that it has started, takes its memory along, and can crash without the
+server.
 """
 
 import contextlib
@@ -10,7 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import anyio.abc
 import msgspec
 
 from megatron_lite.errors import UserError
+from megatron_lite.mcp_server.confine import PROCESSES
 from megatron_lite.mcp_server.confined_command import CommandRequest
 from megatron_lite.shared_files import read_foreign
 
@@ -31,7 +33,9 @@ PRINTED_FILE = "printed.txt"
 ERROR = "error: "  # begins the lines by which a command says what is wrong
 SECONDS_BETWEEN_REPORTS = 2
 MAX_ERROR_BYTES = 2**16  # bytes that are kept of what a command writes to stderr
-MAX_ANSWER_BYTES = 2**28
+MAX_ANSWER_BYTES = 2**26  # the server holds an answer as values, which take ten times as much
+MARK = "MEGATRON_LITE_MCP_CALL"  # a variable that all processes of a call have, and no other ones
+MAX_LOOKS_FOR_PROCESSES = 50
 # Variables that a confined command gets; the others may hold what no answer is to show.
 VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH")
 
@@ -111,7 +115,7 @@ async def run_command(
                     with anyio.move_on_after(limit_s) as limit:
                         await _listen(process, errors, report)
                 finally:
-                    _end_session(process.pid)
+                    end_processes(process.pid, scratch)
         if limit.cancelled_caught:
             raise UserError(
                 f"{command.name}: took more than {limit_s:g} s and was ended; ask about less of it, "
@@ -154,10 +158,33 @@ async def _listen(process: anyio.abc.Process, errors: _Errors, report: ReportPro
         tasks.cancel_scope.cancel()
 
 
-def _end_session(leader: int) -> None:
-    """End a process and all that it has started in its session."""
+def end_processes(leader: int, scratch: Path) -> None:
+    """End a process and all that it has started, also in sessions of their own, as far as the system tells of them.
+
+    Args:
+        leader: The process, which leads a group.
+        scratch: The folder of the call, by which its processes are known.
+    """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
+    mark = f"{MARK}={scratch}".encode()
+    # one may start another while they are looked for
+    for _ in range(MAX_LOOKS_FOR_PROCESSES):
+        left = list(_find_marked(mark))
+        for process in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(process, signal.SIGKILL)
+        if not left:
+            return
+
+
+def _find_marked(mark: bytes) -> Iterator[int]:
+    """Find the processes whose environment has a variable; none where there is no /proc."""
+    for file in PROCESSES.glob("[0-9]*/environ"):
+        # of others, or gone
+        with contextlib.suppress(OSError):
+            if mark in file.read_bytes().split(b"\0"):
+                yield int(file.parent.name)
 
 
 def _write_start(command: Command, roots: tuple[Path, ...], scratch: Path) -> list[str]:
@@ -177,15 +204,16 @@ def _write_start(command: Command, roots: tuple[Path, ...], scratch: Path) -> li
 
 def _choose_environment(command: Command, scratch: Path) -> Mapping[str, str]:
     """Choose the variables of a command: all for a script that is run, few for others."""
+    mark = {MARK: str(scratch)}
     if not command.confined:
-        return os.environ
+        return {**os.environ, **mark}
     kept = {name: value for name, value in os.environ.items() if name in VARIABLES}
     places = [os.path.abspath(place) for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
     if places:
         kept["PYTHONPATH"] = os.pathsep.join(places)
     # PYTHONSAFEPATH: modules are never taken from the current folder
     own = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONSAFEPATH": "1", "PYTHONIOENCODING": "utf-8"}
-    return {**kept, **own, "TMPDIR": str(scratch)}
+    return {**kept, **own, **mark, "TMPDIR": str(scratch)}
 
 
 def read_result(command: Command, exit_code: int, errors: str, scratch: Path) -> CommandResult:
@@ -205,6 +233,10 @@ def read_result(command: Command, exit_code: int, errors: str, scratch: Path) ->
         answer = scratch / ANSWER_FILE
         has_answer = command.writes_json and answer.is_file()
         content = _decode(read_foreign(answer, MAX_ANSWER_BYTES)) if has_answer else {}
+    except ValueError:
+        # it was ended while it wrote
+        has_answer = False
+        content = {}
     except OSError as error:
         raise UserError(f"{command.name}: its answer cannot be read ({error.strerror}); ask about less.") from None
     lines = printed.rstrip().splitlines()

@@ -31,6 +31,7 @@ from megatron_lite.terminal import describe_version, escape
 NAME = "megatron-lite"
 MAX_CALLS_AT_ONCE = 2
 MAX_MISTAKE_CHARACTERS = 2000
+MAX_PROGRESS_CHARACTERS = 200  # of what a command says last, which may be the text of a file
 LOGGER = logging.getLogger(__name__)
 Runner = Callable[[Command, tuple[Path, ...], float, ReportProgress], Awaitable[CommandResult]]
 
@@ -166,7 +167,7 @@ async def _answer(
 
 def _make_reporter(context: ServerRequestContext[Any], options: ServerOptions) -> ReportProgress:
     async def report(seconds: float, message: str) -> None:
-        await context.session.report_progress(seconds, options.limit_s, message or None)
+        await context.session.report_progress(seconds, options.limit_s, message[:MAX_PROGRESS_CHARACTERS] or None)
 
     return report
 

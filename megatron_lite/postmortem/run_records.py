@@ -26,7 +26,13 @@ from megatron_lite.formats.failure_record import NO_ERROR, FailureRecord, RankAt
 from megatron_lite.formats.file_names import LAST_WORDS, RUN_FILE
 from megatron_lite.formats.run_record import MAX_RANKS, RunRecord
 from megatron_lite.formats.sound_fields import convert_sound
-from megatron_lite.formats.step_records import HardwareRecord, RankInterval, RanksRecord, StepRecord
+from megatron_lite.formats.step_records import (
+    MAX_STEP_LINE_BYTES,
+    HardwareRecord,
+    RankInterval,
+    RanksRecord,
+    StepRecord,
+)
 from megatron_lite.postmortem.elastic_table import FailureTable
 from megatron_lite.postmortem.evidence import (
     ALL_RANKS_GROUP,
@@ -48,7 +54,6 @@ from megatron_lite.process_state import is_there
 from megatron_lite.shared_files import open_foreign, read_foreign
 
 MAX_MESSAGE_CHARACTERS = 2_000  # characters of a message that are kept
-MAX_STEP_LINE_BYTES = 2**24
 STEPS_OF_MEDIAN = 64  # the last ones
 MAX_NOT_FINITE = 100  # steps that are named
 FRAME_OF_STATUS = re.compile(r"(?P<function>.*) \((?P<file>.*):(?P<line>\d{1,9})\)")

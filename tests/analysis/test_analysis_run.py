@@ -206,6 +206,20 @@ def test_long_runs_are_read_in_little_memory(tmp_path):
     assert kept < 120 * number and peak < 240 * number
 
 
+def test_a_line_without_an_end_is_not_held(tmp_path, monkeypatch):
+    """A file with a hole of many GiB is one line."""
+    monkeypatch.setattr(step_lines, "MAX_STEP_LINE_BYTES", 2**14)
+    path = folder(tmp_path, [step(1), step(2)]) / "steps.jsonl"
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size + 2**22)
+    lines = StepLines(path)
+    tracemalloc.start()
+    lines.read()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(lines.read_steps().iterations) == 2 and lines.unread and peak < 2**20
+
+
 def tell(lines: StepLines) -> dict:
     """All that was read, as texts: NaN is like itself, and nothing of the arrays is held."""
     found = {"starts": lines.starts, "cut": lines.cut, "unread": lines.unread}
@@ -311,10 +325,10 @@ class Counted:
         self.bytes += len(text)
         return text
 
-    def __iter__(self):
-        for text in self.file:
-            self.bytes += len(text)
-            yield text
+    def readline(self, number):
+        text = self.file.readline(number)
+        self.bytes += len(text)
+        return text
 
 
 def test_of_many_console_lines_evenly_chosen_ones_are_kept(tmp_path, monkeypatch):

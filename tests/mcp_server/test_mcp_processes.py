@@ -2,6 +2,8 @@
 
 import json
 import os
+import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,8 +21,18 @@ pytest.importorskip("mcp_types", reason="pip install -e '.[mcp]'")
 from mcp import Client, StdioServerParameters, stdio_client
 from support.mcp_cases import ask_process, count_characters, make_options, read_text
 
+from megatron_lite.errors import UserError
 from megatron_lite.mcp_server.landlock import find_version
-from megatron_lite.mcp_server.run_command import COMMAND_FILE
+from megatron_lite.mcp_server.run_command import (
+    ANSWER_FILE,
+    COMMAND_FILE,
+    MARK,
+    PRINTED_FILE,
+    Command,
+    end_processes,
+    read_result,
+)
+from megatron_lite.mcp_server.socket_filter import SYSTEM_CALLS
 
 SECRET = "known-to-nobody"
 FLAGS = (
@@ -82,18 +94,48 @@ def folder(tmp_path, process, shared):
 
 
 @needs_rules
-def test_a_report_may_use_pools_of_processes_and_starts_no_program(tmp_path):
+def test_a_report_may_use_pools_of_processes_and_neither_starts_programs_nor_opens_sockets(tmp_path):
     code = (
-        "import subprocess\nfrom concurrent.futures import ProcessPoolExecutor\nfrom pathlib import Path\n"
+        "import socket, subprocess\nfrom concurrent.futures import ProcessPoolExecutor\nfrom pathlib import Path\n"
+        "from megatron_lite.machine import read_machine\n"
         "from megatron_lite.mcp_server.confine import Confinement\n"
+        "from megatron_lite.mcp_server.confined_command import limit_own_memory\n"
+        "most = read_machine().memory_bytes\nlimit_own_memory()\n"
         f"Confinement((), Path({str(tmp_path)!r}), starts_programs=False).apply()\n"
         "with ProcessPoolExecutor(1) as pool:\n    print(pool.submit(len, 'abc').result())\n"
         "try:\n    subprocess.run(['/bin/true'])\nexcept PermissionError:\n    print('refused')\n"
+        "for kind in (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX):\n"
+        "    try:\n        socket.socket(kind, socket.SOCK_DGRAM)\n    except PermissionError:\n        print('closed')\n"
+        "try:\n    bytearray(most * 3 // 4)\nexcept MemoryError:\n    print('limited')\n"
     )
+    expected = ["closed"] * 3 if platform.machine() in SYSTEM_CALLS else []
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=False, timeout=LIMIT_S
     )
-    assert (done.stdout.split(), done.stderr) == (["3", "refused"], "")
+    assert (done.stdout.split(), done.stderr) == (["3", "refused", *expected, "limited"], "")
+
+
+def test_all_that_a_call_has_started_ends_with_it(tmp_path):
+    """Also in a session of its own, as the shell is that goes through a launch script, and where nobody waits for it."""
+
+    def start(mark: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(["/bin/sleep", "600"], start_new_session=True, env={MARK: mark})
+
+    with start(str(tmp_path)) as leader, start(str(tmp_path)) as other, start(f"{tmp_path}2") as of_another_call:
+        end_processes(leader.pid, tmp_path)
+        try:
+            assert (leader.wait(LIMIT_S), other.wait(LIMIT_S)) == (-signal.SIGKILL, -signal.SIGKILL)
+            assert of_another_call.poll() is None
+        finally:
+            of_another_call.kill()
+
+
+def test_a_command_that_was_killed_while_it_wrote_its_answer_is_one_line(tmp_path):
+    command = Command("report", (), (), tmp_path)
+    (tmp_path / PRINTED_FILE).write_text("")
+    (tmp_path / ANSWER_FILE).write_text('{"verdict": ')
+    with pytest.raises(UserError, match="exit code -9"):
+        read_result(command, -9, "", tmp_path)
 
 
 def list_tree(folder: Path) -> list[tuple[str, int]]:

@@ -16,7 +16,7 @@ from support.mcp_cases import ask, count_characters, make_options, read_text, ru
 from megatron_lite.analysis.findings.rules import RULES
 from megatron_lite.cli.main import main
 from megatron_lite.mcp_server.calls import CALLS
-from megatron_lite.mcp_server.server import build_server
+from megatron_lite.mcp_server.server import MAX_PROGRESS_CHARACTERS, build_server
 from megatron_lite.mcp_server.start_server import MIN_CHARACTERS
 
 FLAGS = [
@@ -158,15 +158,17 @@ def test_long_work_reports_its_seconds(folder):
     reported = []
 
     async def note(progress, total, message):
-        reported.append((progress, total))
+        reported.append((progress, total, message))
 
     async def run_for_long(command, roots, limit_s, report):
-        await report(2.0, "reading")
+        await report(2.0, "reading" * 1000)
         await report(4.0, "")
         return await run_here(command, roots, limit_s, report)
 
     assert not ask(make_options(folder), "report", run=run_for_long, progress=note, paths=["a"]).is_error
-    assert reported == [(2.0, 300), (4.0, 300)]
+    assert [(progress, total) for progress, total, _ in reported] == [(2.0, 300), (4.0, 300)]
+    # a line that a file made long
+    assert [len(message or "") for _, _, message in reported] == [MAX_PROGRESS_CHARACTERS, 0]
 
 
 def test_a_defect_of_ours_ends_the_call_only(folder):

@@ -24,6 +24,7 @@ from megatron_lite.analysis.intervals import Numbers
 from megatron_lite.analysis.run.hardware import HardwareTally, RanksHardware
 from megatron_lite.analysis.run.run_results import PhaseTimes, RankLines, Steps
 from megatron_lite.formats.step_records import (
+    MAX_STEP_LINE_BYTES,
     HardwareRecord,
     RankInterval,
     RankNumbers,
@@ -248,12 +249,12 @@ class StepLines:
         cursor = _Cursor(self._here)
         file.seek(cursor.offset)
         self.cut = False
-        for text in file:
+        while text := file.readline(MAX_STEP_LINE_BYTES):
             line: StepRecord | Ranks | HardwareRecord | None
             try:
                 line = decode(text)
             except (msgspec.MsgspecError, ValueError, RecursionError):
-                if not text.endswith(b"\n"):
+                if not text.endswith(b"\n") and len(text) < MAX_STEP_LINE_BYTES:
                     self.cut = True
                     break
                 line = read_damaged_line(text)
