@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.package_files import PACKAGE, parse_files, stands_in
+from support.package_files import PACKAGE, list_nodes, parse_files, stands_in
 from support.paths import REPO
 
 MANY = 3  # parameters: of fewer, names and types say enough
@@ -97,7 +97,7 @@ def find_undocumented(tree: ast.AST) -> list[str]:
 def find_fragments(tree: ast.AST) -> list[str]:
     """Descriptions of parameters that do not stand alone."""
     kinds = (ast.ClassDef, *Function.__args__)
-    docstrings = [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, kinds)]
+    docstrings = [ast.get_docstring(node) or "" for node in list_nodes(tree) if isinstance(node, kinds)]
     return [found.strip() for docstring in docstrings for found in FRAGMENT.findall(read_section(docstring))]
 
 

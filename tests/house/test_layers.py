@@ -13,7 +13,18 @@ from pathlib import Path
 import pytest
 from support.code_measures import Measures, find_folded, measure_file
 from support.halves import WITHOUT_TORCH
-from support.package_files import FILES, PACKAGE, find_place, imported, parse_files, place, read_core_files, stands_in
+from support.package_files import (
+    FILES,
+    PACKAGE,
+    find_place,
+    imported,
+    list_nodes,
+    parse_file,
+    parse_files,
+    place,
+    read_core_files,
+    stands_in,
+)
 from support.paths import REPO, TESTS
 from support.waiting import LIMIT_S
 
@@ -235,7 +246,7 @@ def test_one_file_builds_the_model_that_trains():
     builders = [
         path.relative_to(PACKAGE).as_posix()
         for path, tree in parse_files().items()
-        for node in ast.walk(tree)
+        for node in list_nodes(tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "GPT"
     ]
     # the first two read names and shapes of parameters, from a model without memory
@@ -284,7 +295,7 @@ def test_functions_can_be_reviewed():
 def find_docstrings(tree: ast.Module) -> list[tuple[int, str]]:
     """(line, text) of every docstring of a file."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = [node for node in ast.walk(tree) if isinstance(node, kinds) and ast.get_docstring(node)]
+    nodes = [node for node in list_nodes(tree) if isinstance(node, kinds) and ast.get_docstring(node)]
     return [(getattr(node, "lineno", 1), ast.get_docstring(node)) for node in nodes]
 
 
@@ -401,7 +412,7 @@ def test_no_test_imports_from_another():
     tests = {path.stem: path for path in TESTS.rglob("test_*.py")}
     importing = {}
     for path in tests.values():
-        names = imported(ast.parse(path.read_text(encoding="utf-8")))
+        names = imported(parse_file(path))
         others = {name.partition(".")[0] for name in names} & set(tests)
         if others:
             importing[path.name] = others
@@ -412,7 +423,7 @@ def test_a_fixture_of_several_files_stands_in_a_conftest():
     """Those with the same body are one. A file's own, such as the run that its tests look at, stay with it."""
     files_of = defaultdict(set)
     for path in TESTS.rglob("test_*.py"):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        for node in parse_file(path).body:
             if isinstance(node, ast.FunctionDef) and any("fixture" in ast.unparse(d) for d in node.decorator_list):
                 body = "\n".join(map(ast.unparse, node.body))
                 files_of[body].add(f"{path.name}: {node.name}")

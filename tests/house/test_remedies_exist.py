@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.paths import PACKAGE
+from support.package_files import PACKAGE, list_nodes, parse_files
 from torch._logging._internal import log_registry
 
 from megatron_lite.analysis.findings.rules import RULES
@@ -71,11 +71,10 @@ READERS = (
 def read_messages() -> dict[str, str]:
     """{place: text} of what the package may print; what is filled in is a HOLE. Docstrings are none, but for pages of rules."""
     messages = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        inside = {part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node)}
-        others = inside | {node.body[0].value for node in ast.walk(tree) if is_documented(node)}
-        for node in ast.walk(tree):
+    for path, tree in parse_files().items():
+        inside = {part for node in list_nodes(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node)}
+        others = inside | {node.body[0].value for node in list_nodes(tree) if is_documented(node)}
+        for node in list_nodes(tree):
             text = join(node)
             is_whole = isinstance(node, ast.JoinedStr) or node not in others
             if text and is_whole:

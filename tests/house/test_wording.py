@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 from support import wording as wordings
 from support.english import count_pinned
+from support.package_files import list_nodes, parse_file
 from support.paths import REPO
 from support.wording import find_new_wording, read_wording, wording
 
@@ -33,7 +34,7 @@ def parse_tests() -> dict[str, list[ast.Module]]:
     found = {}
     for path in sorted((REPO / "tests").rglob("*.py")):
         folder = path.relative_to(REPO / "tests").parts[0]
-        found.setdefault(folder, []).append(ast.parse(path.read_text(encoding="utf-8")))
+        found.setdefault(folder, []).append(parse_file(path))
     return found
 
 
@@ -60,7 +61,7 @@ def test_what_counts_as_english(line, count):
 
 def list_calls(trees: list[ast.Module]) -> list[tuple[str, int]]:
     """The sentences that files ask for: (key, figures given)."""
-    calls = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call))
+    calls = (node for tree in trees for node in list_nodes(tree) if isinstance(node, ast.Call))
     named = (call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "wording")
     literal = (call for call in named if isinstance(call.args[0], ast.Constant))
     return [(call.args[0].value, len(call.args) - 1) for call in literal]
@@ -68,7 +69,7 @@ def list_calls(trees: list[ast.Module]) -> list[tuple[str, int]]:
 
 def list_cells(trees: list[ast.Module]) -> set[str]:
     """The cells of tables in texts, of which some are keys: `--rank 0 | config/is-set-by-launcher | --rank`."""
-    nodes = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    nodes = (node for tree in trees for node in list_nodes(tree) if isinstance(node, ast.Constant))
     texts = (node.value for node in nodes if isinstance(node.value, str) and " | " in node.value)
     return {cell for text in texts for line in text.splitlines() for cell in line.split(" | ")}
 

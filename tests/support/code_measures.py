@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from support.package_files import list_nodes, parse_file
+
 MAX_COLUMNS = 120
 LARGE_NODES = 400  # a function with more is hard to review
 HUGE_NODES = 600  # and nobody reviews one with more
@@ -61,13 +63,13 @@ def count_nodes(tree: ast.AST) -> int:
 
 def find_functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     """Functions and methods, those inside functions too."""
-    return (node for node in ast.walk(tree) if isinstance(node, FUNCTIONS))
+    return (node for node in list_nodes(tree) if isinstance(node, FUNCTIONS))
 
 
 def find_folded(tree: ast.AST) -> list[str]:
     """Statements that hold several ideas: conditions within conditions, two assignments in one, sums of truths."""
     found = []
-    for node in ast.walk(tree):
+    for node in list_nodes(tree):
         if isinstance(node, ast.IfExp):
             inner = [other for other in ast.walk(node) if isinstance(other, ast.IfExp) and other is not node]
             found += [NESTED_CONDITION] if inner else []
@@ -82,7 +84,7 @@ def find_folded(tree: ast.AST) -> list[str]:
 def find_docstring_rows(tree: ast.AST) -> set[int]:
     """Numbers of the lines that texts which stand alone take, docstrings above all."""
     rows = set()
-    for node in ast.walk(tree):
+    for node in list_nodes(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             rows.update(range(node.lineno, node.end_lineno + 1))
     return rows
@@ -103,7 +105,7 @@ def count_code_and_comments(text: str, tree: ast.AST) -> tuple[int, int]:
 def measure_file(path: Path, name: str) -> Measures:
     """Counts of one file; `name` is what its large functions are listed under."""
     text = path.read_text(encoding="utf-8")
-    tree = ast.parse(text)
+    tree = parse_file(path)
     lines = text.splitlines()
     code_lines, comment_lines = count_code_and_comments(text, tree)
     folded = find_folded(tree)
@@ -115,7 +117,7 @@ def measure_file(path: Path, name: str) -> Measures:
         code_lines=code_lines,
         comment_lines=comment_lines,
         long_lines=sum(len(line) > MAX_COLUMNS for line in lines),
-        nodes=count_nodes(tree),
+        nodes=len(list_nodes(tree)),
         functions=len(functions),
         nested_conditions=folded.count(NESTED_CONDITION),
         several_values=folded.count(SEVERAL_VALUES),

@@ -4,6 +4,8 @@ import ast
 import re
 from collections.abc import Iterator
 
+from support.package_files import list_nodes
+
 THREE_WORDS = re.compile(r"(?<![\w/.=<-])[A-Za-z][a-z']*,? [a-z']+,? [a-z']+(?![\w/=-])")
 # Methods that compare a text with their argument; arguments of other calls are what the test hands in.
 COMPARING = {"startswith", "endswith", "count", "index", "find", "split", "partition"}
@@ -36,12 +38,12 @@ def find_texts(node: ast.AST) -> Iterator[ast.Constant | ast.JoinedStr]:
 
 def find_pinned(tree: ast.AST) -> Iterator[ast.Constant | ast.JoinedStr]:
     """Texts with three English words in a row that the asserts of a file compare with."""
-    for node in ast.walk(tree):
+    for node in list_nodes(tree):
         if isinstance(node, ast.Assert):
             yield from filter(holds_english, find_texts(node.test))
 
 
 def count_pinned(tree: ast.AST) -> int:
     """The asserts of a file that compare with English of three or more words."""
-    asserts = (node for node in ast.walk(tree) if isinstance(node, ast.Assert))
+    asserts = (node for node in list_nodes(tree) if isinstance(node, ast.Assert))
     return sum(any(map(holds_english, find_texts(node.test))) for node in asserts)

@@ -15,9 +15,20 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 @functools.cache
+def parse_file(path: Path) -> ast.Module:
+    """The syntax tree of a file, which is parsed once per process."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def parse_files() -> dict[Path, ast.Module]:
     """The syntax tree of every file of the package."""
-    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+    return {path: parse_file(path) for path in FILES}
+
+
+@functools.cache
+def list_nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """Every node of a syntax tree, as ast.walk finds them, once per process: the package has more than 800,000."""
+    return tuple(ast.walk(tree))
 
 
 def place(path: Path) -> str:
@@ -40,15 +51,16 @@ def find_place(name: str) -> str:
     return "walk" if name.startswith("planner.walk.") else name.partition(".")[0]
 
 
-def imported(tree: ast.AST) -> set[str]:
+@functools.cache
+def imported(tree: ast.AST) -> frozenset[str]:
     """Dotted names of all that is imported, inside functions too; `from a import b` counts as a.b."""
     names = set()
-    for node in ast.walk(tree):
+    for node in list_nodes(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             names |= {f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names}
-    return names
+    return frozenset(names)
 
 
 MODULES = {
