@@ -43,6 +43,7 @@ from support.launch import (
     train,
     train_all,
 )
+from support.slow_cases import slowly
 
 from megatron_lite.analysis.memory.read import read_snapshot
 from megatron_lite.config.layout import Sharding, whole_part
@@ -70,10 +71,6 @@ RING = [
     "alone",
     "cp2, pp2",
 ]
-
-
-def slowly(*cases: tuple) -> list:
-    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 
 @pytest.fixture(scope="module")

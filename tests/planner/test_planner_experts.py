@@ -6,6 +6,7 @@ import pytest
 from estimate_grid import EXPERT_GRID, MIXED, QUICK_EXPERTS, SENT, Case, find_device, plan_for
 from support.command_lines import plan
 from support.exchanges import count_exchanges
+from support.slow_cases import slowly
 from support.wording import wording
 
 from megatron_lite.config.model_size import count_parameter_parts
@@ -66,10 +67,13 @@ def node(ranks: int) -> World:
 @pytest.mark.parametrize(
     ("words", "ranks"),
     [
-        (SENT, 2), (GATHERED, 2), (SENT, 4), (f"{SENT} {ZERO1}", 4), (f"{SENT} {ZERO3}", 4),
-        (f"{GATHERED} {AGAIN} --hidden-dropout 0", 2), (f"{SENT} {AGAIN}", 2), (f"{SENT} {TP2}", 4),
+        (SENT, 2), (GATHERED, 2), (f"{SENT} {ZERO1}", 4), (f"{SENT} {ZERO3}", 4), (f"{SENT} {AGAIN}", 2),
         (f"{GATHERED} {TP2} --expert-tensor-parallel-size 1 --moe-shared-expert-intermediate-size 128", 2),
-        (f"{SENT} {TP2} --pipeline-model-parallel-size 2 {ZERO1} {AGAIN}", 8), (f"{SENT} --moe-layer-freq 2 {ZERO1}", 4),
+        (f"{SENT} --moe-layer-freq 2 {ZERO1}", 4),
+        *slowly(
+            (SENT, 4), (f"{GATHERED} {AGAIN} --hidden-dropout 0", 2), (f"{SENT} {TP2}", 4),
+            (f"{SENT} {TP2} --pipeline-model-parallel-size 2 {ZERO1} {AGAIN}", 8),
+        ),
     ],
 )  # fmt: skip
 def test_the_formula_is_what_the_real_step_exchanges(words, ranks):

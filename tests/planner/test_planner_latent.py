@@ -4,6 +4,7 @@ import pytest
 from estimate_grid import LATENT_GRID, QUICK_LATENT, Case
 from support.command_lines import plan, plan_on_paper
 from support.exchanges import count_exchanges
+from support.slow_cases import slowly
 
 from megatron_lite.config.model_size import count_parameter_parts
 from megatron_lite.config.world import World
@@ -52,8 +53,11 @@ def node(ranks: int) -> World:
 @pytest.mark.parametrize(
     ("words", "ranks"),
     [
-        (TP2, 2), (f"{TP2} {OWN_QUERIES}", 2), (f"{TP2} {SP}", 2), (f"{TP2} {SP} {OWN_QUERIES} {AGAIN}", 2), (CP2, 2),
-        (f"{TP2} {SP} {OWN_QUERIES} {ZERO1} --pipeline-model-parallel-size 2", 8), (f"{OWN_QUERIES} {ZERO3}", 2),
+        (TP2, 2), (f"{TP2} {SP} {OWN_QUERIES} {AGAIN}", 2), (CP2, 2), (f"{OWN_QUERIES} {ZERO3}", 2),
+        *slowly(
+            (f"{TP2} {OWN_QUERIES}", 2), (f"{TP2} {SP}", 2),
+            (f"{TP2} {SP} {OWN_QUERIES} {ZERO1} --pipeline-model-parallel-size 2", 8),
+        ),
     ],
 )  # fmt: skip
 def test_the_formula_is_what_the_real_step_exchanges(words, ranks):
