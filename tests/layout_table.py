@@ -43,7 +43,7 @@ from megatron_lite.train.real_backend import RealBackend
 from megatron_lite.train.step import BatchMaker, TrainingStep
 
 CPU = torch.device("cpu")
-ITERATIONS = 4  # one after the evaluation
+ITERATIONS = 3  # one after the evaluation
 TRAIN = (
     f"--train-iters {ITERATIONS} --global-batch-size 8 --log-interval 1 --log-params-norm --log-num-zeros-in-grad "
     "--make-vocab-size-divisible-by 32 --num-layers 4"
@@ -304,7 +304,7 @@ def run_cases(folder: Path, cases: list[tuple[str, str]], words: str = "") -> Pa
     for ranks in {LAYOUTS[layout][1] for _, layout in cases}:
         argvs = {
             f"{model}; {layout}": flags(
-                TRAIN, words, MODELS[model][0], LAYOUTS[layout][0], "--eval-interval 3 --eval-iters 1"
+                TRAIN, words, MODELS[model][0], LAYOUTS[layout][0], "--eval-interval 2 --eval-iters 1"
             )
             for model, layout in cases
             if LAYOUTS[layout][1] == ranks
