@@ -167,16 +167,25 @@ def test_a_checkpoint_is_loaded_where_all_ranks_see_it_or_have_copies(tmp_path):
     assert "rank 1" in absent["error"] and "node1/save/iter_0000004" in absent["error"]
 
 
+IMPATIENT = f"""
+import runpy
+from megatron_lite.checkpoint import shared_storage
+shared_storage.PAUSES_S = (0.01, 0.01)
+runpy.run_path({str(REPO / "pretrain_gpt.py")!r}, run_name="__main__")
+"""
+
+
 @pytest.mark.slow
 def test_two_nodes_end_with_one_line_and_save_nothing(tmp_path):
+    script = tmp_path / "impatient.py"
+    script.write_text(IMPATIENT)
     port, processes = str(free_port()), []
     for rank in range(2):
         (tmp_path / f"node{rank}").mkdir()
         variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         with open(tmp_path / f"out{rank}", "w") as out:
-            script = str(REPO / "pretrain_gpt.py")
-            words = [script, *flags(SHORT, "--save save")]
+            words = [str(script), *flags(SHORT, "--save save")]
             processes.append(
                 Fork(words, env=environment() | variables, cwd=tmp_path / f"node{rank}", stdout=out, stderr=out)
             )
