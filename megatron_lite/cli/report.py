@@ -94,11 +94,13 @@ def run(argv: list[str]) -> None:
     if options.perfetto:
         from megatron_lite.report.perfetto_file import check_file
 
+        _check_place("--perfetto", Path(options.perfetto))
         check_file("--perfetto", Path(options.perfetto))
     if options.bundle:
         from megatron_lite.bundle.archive import check_archive_name
 
         check_archive_name(Path(options.bundle))
+        _check_place("--bundle", Path(options.bundle))
     [report] = _analyze(options.paths)
     from megatron_lite.report.terminal import terminal_lines
     from megatron_lite.report.text import get_style
@@ -110,6 +112,22 @@ def run(argv: list[str]) -> None:
 
         for lines in write_bundle(options.paths, report, Path(options.bundle)):
             print_lines(["", *lines])
+
+
+def _check_place(flag: str, path: Path) -> None:
+    """Refuse a file that cannot be written before anything is read: reading may take minutes.
+
+    Args:
+        flag: what names it.
+        path: the file.
+
+    Raises:
+        UserError: there is something else of that name, or no folder for it.
+    """
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise UserError(f"{flag} {path}: there is a folder, a pipe or a device of that name; name another file.")
+    if not os.path.isdir(path.parent):
+        raise UserError(f"{flag} {path}: there is no folder {path.parent}; make it, or name another file.")
 
 
 def _write_files(report: "Report", options: argparse.Namespace) -> list[str]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import gzip
+import os
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -54,7 +55,7 @@ def check_file(flag: str, path: Path) -> None:
             f"{flag} {path}: the file is Perfetto's own format, which is read plain or gzipped; "
             f"name it FILE{proto.ENDINGS[0]} or FILE{proto.ENDINGS[0]}{GZIP_ENDING}."
         )
-    if path.is_file() and path.stat().st_size and not _is_own(path):
+    if os.path.isfile(path) and os.path.getsize(path) and not _is_own(path):
         raise UserError(f"{flag} {path}: there is a file that {flag} did not write; name another one.")
 
 

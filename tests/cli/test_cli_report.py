@@ -155,3 +155,22 @@ def test_the_size_of_a_large_trace_is_said_before_it_is_read(terminal, trace, mo
     monkeypatch.setattr("megatron_lite.analysis.trace.read.MIN_LARGE_BYTES", trace.stat().st_size)
     assert main(["report", str(trace), "--no-html"]) == 0
     assert seen[1].rpartition("\x1b[K")[2] == f"  reading {trace.name} (1 of 1, {size(trace.stat().st_size)})\n"
+
+
+@pytest.mark.parametrize(("flag", "ending"), [("--perfetto", ".pftrace"), ("--bundle", ".zip")])
+@pytest.mark.parametrize("name", ["none/run", "pipe", "folder"])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_read(flag, ending, name, tmp_path, capsys):
+    os.mkfifo(tmp_path / f"pipe{ending}")
+    (tmp_path / f"folder{ending}").mkdir()
+    asked = tmp_path / f"{name}{ending}"
+    assert main(["report", "no-trace", "--no-html", flag, str(asked)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"{flag} {asked}" in line and "no-trace" not in line
+
+
+@pytest.mark.parametrize("flag", ["--perfetto", "--bundle"])
+def test_a_name_that_no_file_can_have_is_one_line(flag, trace, capsys):
+    name = "x" * 300 + (".zip" if flag == "--bundle" else ".pftrace")
+    assert main(["report", str(trace), "--no-html", flag, name]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"{flag} {name}" in line
