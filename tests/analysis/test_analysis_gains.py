@@ -158,6 +158,29 @@ def test_saving_in_each_step_is_left_out(tmp_path):
     assert replay(finding.edit.apply(graph)).step_ns == pytest.approx(700_000, rel=0.02)
 
 
+def test_small_collectives_outside_of_backward_are_sent_at_once(tmp_path):
+    """20 sums of 100 us in a step of 3,000, each of one number: one of them remains."""
+    ranks = []
+    for rank in range(2):
+        made = MadeTrace(rank, 2, device=None)
+        for number in range(6):
+            at = 3_000.0 * number
+            made.step(number, at, at + 3_000)
+            made.annotation("forward", at + 1, at + 900)
+            made.op("aten::mm", at + 2, at + 890)
+            made.annotation("average metrics", at + 905, at + 2_995)
+            for place in range(20):
+                begun = at + 910 + 103 * place
+                made.op("c10d::allreduce_", begun, begun + 2)
+                span = made.gloo(begun + 1, begun + 101)
+                span["args"] = {"Input Dims": [[1]], "Input type": ["float"]}
+        ranks.append(made)
+    report = report_on(tmp_path, *ranks)
+    [found] = [finding for finding in report.findings if finding.code == "small-buckets"]
+    assert "average metrics" in found.advice and not found.flags
+    assert found.gain_ms == pytest.approx(1.9, abs=0.2) and not found.gain_is_bound
+
+
 def test_a_change_that_finds_nothing_to_change_keeps_its_bound(tmp_path):
     report = report_on(tmp_path, make_loading_and_syncing())
     graph = build_graph([(one.trace, one.placing) for one in report.facts.graph_ranks])

@@ -24,12 +24,12 @@ from megatron_lite.analysis.findings.base import (
 )
 from megatron_lite.analysis.gpu_clocks import describe_kept_clock, describe_slow_gpu
 from megatron_lite.analysis.graph.edits.accumulation import sum_gradients_once
-from megatron_lite.analysis.graph.edits.buckets import resize_buckets
+from megatron_lite.analysis.graph.edits.buckets import merge_collectives, resize_buckets
 from megatron_lite.analysis.graph.edits.links import change_link
 from megatron_lite.analysis.graph.edits.overlap import overlap_collectives
 from megatron_lite.analysis.graph.edits.straggler import level_rank
 from megatron_lite.analysis.graph.edits.transfers import SUMMED_IN
-from megatron_lite.analysis.graph.graph import Graph
+from megatron_lite.analysis.graph.graph import ActivityKind, Graph
 from megatron_lite.analysis.intervals import Flags, Integers, Numbers
 from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.ranks.calls import collective_bytes
@@ -277,7 +277,7 @@ LARGER_BUCKETS = Remedy(f"larger buckets: {BUCKET_FLAG}", (BUCKET_FLAG,), IN_LAR
 
 @rule("small-buckets", "many small collectives", "collectives", needs="trace")
 def find_small_buckets(facts: Facts, one: RankFacts) -> Finding | Observation:
-    """Gradients are reduced in many small collectives.
+    """Gradients, or other values, are exchanged in many small collectives.
 
     Meaning: each collective pays a latency that does not depend on its size. Below about a megabyte the latency, not
         the network's bandwidth, decides.
@@ -285,8 +285,8 @@ def find_small_buckets(facts: Facts, one: RankFacts) -> Finding | Observation:
         ones that is not overlapped with compute. A trace without shapes: the run's parameters in fp32, spread over the
         collectives of backward.
     Cost: that exposed time; larger buckets pay fewer latencies.
-    Do: larger buckets; where weights are sharded, larger units of the sharding; fewer, larger tensors in collectives of
-    your own.
+    Do: larger buckets; where weights are sharded, larger units of the sharding. Collectives of your own outside of
+        backward: one of all values (torch.cat, torch.stack), DistributedDataParallel for gradients.
     Flags: --ddp-bucket-size N (parameters): several millions.
     False alarm: small collectives of tensor or expert parallelism in other trainers' traces, which are not gradients.
     """
@@ -306,7 +306,7 @@ def find_small_buckets(facts: Facts, one: RankFacts) -> Finding | Observation:
     number = counted(round(one.per_step(small)), "collective")
     median_bytes = float(np.median(seen.num_bytes[is_small]))
     text = f"{number} per step of {size(median_bytes)} (median); not overlapped with compute: {one.of_step(cost_ms)}"
-    remedy = _advise_shards(facts) if _has_no_buckets(facts) else LARGER_BUCKETS
+    remedy = _advise_on_small(facts, one, small)
     return find_lost_time(
         one,
         cost_ms,
@@ -318,6 +318,44 @@ def find_small_buckets(facts: Facts, one: RankFacts) -> Finding | Observation:
         cheap=True,
         edit=remedy.edit,
     )
+
+
+def _advise_on_small(facts: Facts, one: RankFacts, small: Integers) -> Remedy:
+    """Choose the remedy of small collectives by where most of their exposed time is: in backward, or elsewhere.
+
+    Args:
+        facts: the run.
+        one: the rank.
+        small: rows of its small collectives.
+    """
+    if _has_no_buckets(facts):
+        return _advise_shards(facts)
+    of_backward = one.in_phases(small, *SUMMED_IN)
+    others = np.setdiff1d(small, of_backward)
+    if one.exposed_ms(of_backward) >= one.exposed_ms(others):
+        return LARGER_BUCKETS
+    numbers = np.unique(one.placing.phase[others]).tolist()
+    names = (*one.placing.phases, "")  # -1 is no phase
+    phases = tuple(names[number] for number in numbers)
+    where = " and ".join(name for name in phases if name)
+    at_once = f"what is exchanged in {where} at once" if where else "what is exchanged between phases at once"
+    advice = f"send {at_once}, as one tensor (torch.cat); gradients: DistributedDataParallel"
+    return Remedy(advice, (), Edit(f"send {at_once}", partial(_merge_small, phases=phases)))
+
+
+def _merge_small(graph: Graph, phases: Sequence[str]) -> Graph:
+    """Let one collective of each kind take the place of a step's small ones.
+
+    Args:
+        graph: the graph.
+        phases: in which they are; "" is what is in none.
+    """
+    sizes = graph.activities.num_bytes
+    is_small = (sizes >= 0) & (sizes <= SMALL_MESSAGE_BYTES)
+    chosen = graph.find_phase(*phases) & graph.find_kind(ActivityKind.TRANSFER) & is_small
+    for number in np.unique(graph.activities.name[chosen]).tolist():
+        graph = merge_collectives(graph, chosen & (graph.activities.name == number))
+    return graph
 
 
 @dataclass(frozen=True)

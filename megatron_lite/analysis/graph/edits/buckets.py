@@ -14,6 +14,7 @@ from megatron_lite.analysis.graph.edits.change import (
 )
 from megatron_lite.analysis.graph.edits.transfers import find_gradient_sums, leave_out_transfers, list_by_step
 from megatron_lite.analysis.graph.graph import ON_DEVICE, ON_HOST, EdgeKind, Graph
+from megatron_lite.analysis.graph.replay import measure_step
 from megatron_lite.analysis.intervals import Flags, Integers
 from megatron_lite.phases import Phase
 
@@ -112,14 +113,11 @@ def resize_buckets(
         first_bytes: the same of the first bucket of a step; None: as the others.
     """
     sums = find_gradient_sums(graph)
-    fitted = fit_transfers(graph, sums)
-    model = fitted or bound_transfers(graph, sums)
+    model = fit_transfers(graph, sums)
     if model is None:
-        return graph
+        return _merge_at_least(graph, sums, bucket_bytes, first_bytes or bucket_bytes)
     graph = _merge(graph, sums, model, bucket_bytes, first_bytes or bucket_bytes)
-    if fitted is None:
-        return graph
-    return _split(graph, sums, bucket_bytes, fitted)
+    return _split(graph, sums, bucket_bytes, model)
 
 
 def merge_collectives(
@@ -132,9 +130,9 @@ def merge_collectives(
         graph: the graph; it stays as it is where sizes are not recorded.
         chosen: [n], transfers of collectives of one kind and group. Of one size, the least that this saves is claimed.
     """
-    model = fit_transfers(graph, chosen) or bound_transfers(graph, chosen)
+    model = fit_transfers(graph, chosen)
     if model is None:
-        return graph
+        return _merge_at_least(graph, chosen, math.inf, math.inf)
     return _merge(graph, chosen, model, math.inf, math.inf)
 
 
@@ -208,6 +206,27 @@ def _merge(
     is_changed = merged.num_bytes != graph.activities.num_bytes[merged.kept]
     graph = set_work(graph, merged.kept[is_changed], np.rint(works_ns[is_changed]))
     return _set_bytes(graph, merged)
+
+
+def _merge_at_least(
+    graph: Graph,
+    chosen: Flags,
+    bucket_bytes: float,
+    first_bytes: float,
+) -> Graph:
+    """Merge neighbors of one size, as far as that surely saves anything.
+
+    Args:
+        graph: the graph; it stays as it is where sizes are not recorded, or the bound says nothing.
+        chosen: [n], transfers.
+        bucket_bytes: of a full bucket.
+        first_bytes: of the first one of a step.
+    """
+    model = bound_transfers(graph, chosen)
+    if model is None:
+        return graph
+    merged = _merge(graph, chosen, model, bucket_bytes, first_bytes)
+    return merged if measure_step(merged) < measure_step(graph) else graph
 
 
 def _set_bytes(graph: Graph, merged: _Merged) -> Graph:
