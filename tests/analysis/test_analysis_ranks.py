@@ -56,6 +56,39 @@ def four(folder, late=(0, 10, 20, 200), **more):
     return seen(folder, *(late_run(rank, 4, us, max(late), **more) for rank, us in enumerate(late)))
 
 
+def beside_run(rank: int, computes_us: float, starts_us: list[float], last_us: list[float], ahead_us=0.0) -> MadeTrace:
+    """Steps whose all_reduces run beside a kernel that begins at 20 us. Each ends 40 us after the last rank's start."""
+    made = MadeTrace(rank, 2)
+    for index in range(5):
+        at = 1000.0 * (index + 1) - ahead_us
+        made.step(5 + index, at, at + 990)
+        made.kernel("ampere_sgemm_128x64_tn", at + 20, at + computes_us, at + 5)
+        for start, last in zip(starts_us, last_us):
+            end = 1000.0 * (index + 1) + last + TRANSFER_US
+            made.collective(at + start, end, at + 10 + start / 100, elements=ELEMENTS, kernel=KERNEL, thread=100)
+    return made
+
+
+def test_a_lead_that_nobody_loses_costs_nothing(tmp_path):
+    """Rank 1 is 35 us ahead in each of five all_reduces beside its computing: it waits 175 us per step, and no longer."""
+    starts = [200.0 + 100 * number for number in range(5)]
+    behind = beside_run(0, 900, starts, starts)
+    ahead = beside_run(1, 900, starts, starts, ahead_us=35)
+    found = compare_ranks(seen(tmp_path, behind, ahead))
+    assert found.rows[1].wait_ms == pytest.approx(0.175) and found.straggler is None
+    assert [row.caused_wait_ms for row in found.rows] == pytest.approx([0, 0])
+
+
+def test_lateness_that_grows_beside_computing_costs_what_is_waited_at_its_end(tmp_path):
+    """Rank 0 comes 20, 40, ... 100 us later; rank 1 has nothing left to compute 90 us before the last one ends."""
+    starts = [200.0 + 100 * number for number in range(5)]
+    later = [start + 20 * number for number, start in enumerate(starts, 1)]
+    found = compare_ranks(seen(tmp_path, beside_run(0, 750, later, later), beside_run(1, 650, starts, later)))
+    assert found.rows[1].wait_ms == pytest.approx(0.3)
+    assert (found.straggler.rank, found.straggler.cause) == (0, "compute")
+    assert found.straggler.caused_wait_ms == pytest.approx(0.09)
+
+
 def test_waits_transfer_and_bandwidth_are_told_apart(tmp_path):
     found = compare_ranks(four(tmp_path))
     [row] = found.collectives

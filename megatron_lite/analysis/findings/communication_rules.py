@@ -483,10 +483,10 @@ def find_straggler(facts: Facts) -> Finding | Observation:
     Meaning: every collective ends for all when the last rank has come. A rank that is slower, or that waits for its
         data or its host, costs the time of all, and shows up on the others as communication.
     Measured: from the collectives of all ranks' traces, matched in order: who starts last, and how much later than the
-        median; the cause is the part of its time (computing, data, host, copies) that covers at least 80% of the lag.
-        Where traces of several ranks show none, or there are none: every rank's median time over the whole run, in
-        phases where none waits for another; and whether the profiled steps agree. Where clocks were sampled, whether
-        its GPU ran below the others' clock, and why.
+        median, as far as the others have nothing to compute meanwhile; the cause is the part of its time (computing,
+        data, host, copies) that covers at least 80% of the lag. Where traces of several ranks show none, or there are
+        none: every rank's median time over the whole run, in phases where none waits for another; and whether the
+        profiled steps agree. Where clocks were sampled, whether its GPU ran below the others' clock, and why.
     Cost: the others' wait per step.
     Do: look at the cause. Computing: a hot or throttled GPU, another process on it, an unequal share of work; data: its
         loader or disk; host: another job on its cores, garbage collection. Swap the node and see whether the number

@@ -57,7 +57,8 @@ class RankRow:
     data_wait_ms: float | None = None  # None: not seen
     host_idle_ms: float | None = None  # device idle because of the host; None without a trace
     last_in: float | None = None  # share of collectives in which it came last
-    # wait of others for it: sum over collectives of (its start - median of the others') where it was last
+    # wait of others for it: sum over collectives of (its start - median of the others') where it was last, as far as
+    # they had nothing to compute beside
     caused_wait_ms: float | None = None
     exposed_wait_ms: float | None = None  # of exposed_communication_ms what is waiting for others; the rest is transfer
 

@@ -16,7 +16,8 @@ class Waits:
 
     wait_ms: Numbers  # inside collectives for a rank that came later
     exposed_wait_ms: Numbers  # of it, what no compute hides
-    # its start - the median start of the others, where it came last by its own work; what one rank waits at most
+    # its start - the median start of the others, where it came last by its own work, as far as they had nothing to
+    # compute beside; what one rank waits at most
     caused_ms: Numbers
     last: Numbers  # how often it came last
     matched: Numbers  # collectives that it took part in
@@ -60,7 +61,7 @@ def compute_waits(
     waits_for_ms = np.zeros((len(ranks), *shape))
     for group, waits in measured:
         _add_waits(found, ranks, group, clocks, waits)
-        _add_caused(found, waits_for_ms, group, waits, exposed)
+        _add_caused(found, waits_for_ms, ranks, group, clocks, waits, exposed)
     # one lateness that passes through several groups delays every rank once
     longest_ms = waits_for_ms.max(axis=1)
     np.minimum(found.caused_ms, longest_ms, out=found.caused_ms)
@@ -114,6 +115,7 @@ class _GroupWaits:
     slot: Integers  # [c, members], the shared step on each of them
     since: Integers  # [c, members], since when each one waits, ns on the shared clock
     wait: Integers  # [c, members], ns
+    end: Integers  # [c, members], of the collective on each of them, ns on the shared clock
     before: Integers  # [c], when the group's collective before it had all ranks, ns on the shared clock
     last: Integers  # [c], column of the last one
     lag: Numbers  # [c], how much later than the others it came, ns
@@ -148,6 +150,7 @@ def _measure_waits(group: Group, times: _Arrivals, slots: Sequence[Integers]) ->
         slot=slot[counts],
         since=since,
         wait=wait,
+        end=start + length,
         before=before,
         last=start.argmax(axis=1),
         # nobody waits longer in a call than the call takes
@@ -205,17 +208,26 @@ def _add_waits(found: Waits, ranks: Sequence[Calls], group: Group, clocks: Clock
 
 
 def _add_caused(
-    found: Waits, waits_for_ms: Numbers, group: Group, waits: _GroupWaits, exposed: Sequence[Cover]
+    found: Waits,
+    waits_for_ms: Numbers,
+    ranks: Sequence[Calls],
+    group: Group,
+    clocks: Clocks,
+    waits: _GroupWaits,
+    exposed: Sequence[Cover],
 ) -> None:
     """Add the waits that the last member of each collective causes by its own work.
 
     It is not the rank's own lateness that it waited itself, since its group's last collective, for a rank of another
-    group, longer than the other members did: that is charged there to the rank that was late first.
+    group, longer than the other members did: that is charged there to the rank that was late first. It costs no more
+    than the others lose by it: who computes on meanwhile is as far ahead still when the next collective comes.
 
     Args:
         found: whose caused_ms grows.
         waits_for_ms: [R awaited, R waiting, S], grows by what each member waits for the last one.
+        ranks: the collectives of each rank.
         group: the collectives' ranks.
+        clocks: how the ranks' clocks compare.
         waits: when they came.
         exposed: by rank, when it waits and computes nothing beside, on the shared clock.
     """
@@ -226,6 +238,7 @@ def _add_caused(
         columns.append(exposed[at].within(waits.before, came))
     # [c, members]: what each one waited between this collective and the group's last one
     waited = np.stack(columns, axis=1)
+    lost = _measure_lost_lead(ranks, group, clocks, waits)
     for column, at in enumerate(members):
         is_last = waits.last == column
         of_all = waited[is_last]
@@ -233,11 +246,44 @@ def _add_caused(
         usual = np.median(of_others, axis=1)
         inherited = np.maximum(of_all[:, column] - usual, 0)
         lag = waits.lag[is_last]
-        own_lag = np.maximum(lag - inherited, 0)
+        own_lag = np.clip(lag - inherited, 0, lost[is_last])
         slot = waits.slot[is_last, column]
         np.add.at(found.caused_ms[at], slot, own_lag / 1e6)
         place = (group.members[None, :], slot[:, None])
         np.add.at(waits_for_ms[at], place, waits.wait[is_last] / 1e6)
+
+
+def _measure_lost_lead(ranks: Sequence[Calls], group: Group, clocks: Clocks, waits: _GroupWaits) -> Numbers:
+    """Measure how much of their lead the others lose in each collective: what they compute nothing beside it for longer
+    than the last rank does.
+
+    Who computes on beside it is as far ahead still when the next one comes.
+
+    Args:
+        ranks: the collectives of each rank.
+        group: the collectives' ranks.
+        clocks: how the ranks' clocks compare.
+        waits: when they came.
+
+    Returns:
+        [c], ns, the median of the others.
+    """
+    columns = []
+    for column, at in enumerate(group.members.tolist()):
+        since = waits.since[:, column]
+        duration = waits.end[:, column] - since
+        # on the rank's own clock, as what it computes
+        begun = since - clocks.start_ns[at]
+        computed = ranks[at].compute.within(begun, begun + duration)
+        columns.append(duration - computed)
+    exposed = np.stack(columns, axis=1)
+    exposed = exposed.astype(np.float64)
+    collectives = np.arange(len(exposed))
+    of_last = exposed[collectives, waits.last]
+    exposed[collectives, waits.last] = np.nan
+    of_others = np.nanmedian(exposed, axis=1)
+    lost: Numbers = np.maximum(of_others - of_last, 0)
+    return lost
 
 
 def measure_lateness(waits: Waits, groups: Sequence[Group]) -> Numbers:
