@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from megatron_lite.bundle.clean_messages import clean_message
-from megatron_lite.bundle.names import Secret, Substitutes, names_key
+from megatron_lite.bundle.names import Secret, Substitutes, names_secret
 
 Record = TypeVar("Record")
 Rule = Callable[[Substitutes, str], str | None]
@@ -187,7 +187,7 @@ def _clean_value_of_field(value: Any, rule: Rule, names: Substitutes, depth: int
         cleaned = {}
         for key, part in value.items():
             known = clean_key(names, key) if isinstance(key, str) else key
-            rule_of_part = _take_out if isinstance(key, str) and names_key(key) else rule
+            rule_of_part = _take_out if isinstance(key, str) and names_secret(key) else rule
             cleaned[known] = _clean_value_of_field(part, rule_of_part, names, depth + 1)
         return cleaned
     if rule is VALUE and isinstance(value, list) and all(isinstance(part, str) for part in value):

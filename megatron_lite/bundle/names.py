@@ -93,10 +93,17 @@ _OWN_FRAME = re.compile(r"(?P<function>[^()]*) \((?P<path>[^()]*?)(?P<line>:\d+)
 KEY_WORDS = r"key|token|secret|passw(?:or)?d|passphrase|credential|auth"
 # "--hf-token", "WANDB_API_KEY", "--credentials", "ACCESS_KEY_ID", but not "--tokens"
 _NAME_OF_KEY = re.compile(rf"(?:{KEY_WORDS}|keys|secrets|passwords|credentials)(?:[-_]?(?:id|\d+))*$", re.IGNORECASE)
+# "--wandb-project", "--wandb-exp-name", "--master-addr", "HOSTNAME"
+_NAME_OF_OWNER = re.compile(
+    r"(?:project|entity|experiment|user|account|team|organization|owner|bucket|host|addr|address|endpoint|server)$"
+    r"|(?:^|[-_]|user|host)name$",
+    re.IGNORECASE,
+)
 # words of a prompt or a name, as no value of a flag has them
 _SENTENCE = re.compile(r"[A-Za-z]\s+[A-Za-z]")
 _UNPRINTABLE = re.compile(r"[^ -~]+")
 _SLASHES = re.compile(r"[/\\]+")
+_SCRIPTS = (".py", ".sh")
 _INSTALLED = ("site-packages", "dist-packages")
 _OWN_LIBRARY = re.compile(r"python3(?:\.\d+)?")
 # of packages, and of folders with anything: only at the beginning of a path that torch has shortened
@@ -332,24 +339,26 @@ class Substitutes:
     def clean_command(self, words: list[str]) -> list[str]:
         """A command line: names of flags, numbers, programs and files stay as far as they are known, and no keys."""
         cleaned = []
-        is_key = False
+        is_secret = False
         for word in words:
             is_flag = word.startswith("-")
-            cleaned.append(self.clean_text(word) if is_key and not is_flag else self._clean_word_of_command(word))
             # a key may have several values
-            is_key = names_key(word) if is_flag else is_key
+            is_secret = is_secret and not is_flag and not word.endswith(_SCRIPTS)
+            cleaned.append(self.clean_text(word) if is_secret else self._clean_word_of_command(word))
+            if is_flag:
+                is_secret = names_secret(word)
         return cleaned
 
     def _clean_word_of_command(self, word: str) -> str:
         flag, equals, value = word.partition("=")
-        if equals and names_key(flag):
+        if equals and names_secret(flag):
             return f"{self._clean_words(flag)}={self.clean_text(value)}"
         if flag.startswith("-"):
             flag = self._clean_words(flag)
             return f"{flag}{equals}{self._clean_word_of_command(value)}" if equals else flag
         if _SENTENCE.search(word):
             return self.clean_text(word)
-        if PurePosixPath(word).suffix in (".py", ".sh") or "/" in word:
+        if PurePosixPath(word).suffix in _SCRIPTS or "/" in word:
             return self.clean_path(word)
         return word if self._is_known_label(word) else self.clean_text(word)
 
@@ -368,9 +377,9 @@ _FORMS = (
 )
 
 
-def names_key(name: str) -> bool:
-    """Whether a flag or a variable has a key or a password for its value, which no list of words makes harmless."""
-    return _NAME_OF_KEY.search(name) is not None
+def names_secret(name: str) -> bool:
+    """Whether a flag or a variable has a key or somebody's name for its value, which no known word makes harmless."""
+    return (_NAME_OF_KEY.search(name) or _NAME_OF_OWNER.search(name)) is not None
 
 
 def _means_something(label: str) -> bool:

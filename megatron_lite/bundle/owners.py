@@ -9,6 +9,7 @@ import re
 import sqlite3
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 from megatron_lite.analysis.discover import Sources
@@ -21,6 +22,7 @@ from megatron_lite.analysis.trace.sqlite_file import open_database
 from megatron_lite.bundle.names import Secret
 from megatron_lite.formats.failure_record import FailureRecord
 from megatron_lite.formats.file_names import RANKS_FILE, RUN_FILE, STEPS_FILE
+from megatron_lite.formats.run_record import RunRecord
 from megatron_lite.formats.sound_fields import convert_sound
 from megatron_lite.postmortem.bundled_evidence import encode_evidence
 from megatron_lite.postmortem.evidence import JobEvidence
@@ -42,6 +44,8 @@ _OWNERS_IN_TEXT = (
     # folders of compiled code in /tmp
     (Secret.USER, re.compile(rb"torchinductor_([\w.@+-]{3,64})[/\\]")),
 )
+# a flag or a variable whose value is a machine
+_NAME_OF_HOST = re.compile(r"(?:host|hostname|addr|address|endpoint|server)$", re.IGNORECASE)
 # what an export of Nsight Systems calls them, in tables of names and values
 _NAME_AND_VALUE = {"name", "value"}
 _KINDS_IN_EXPORT = (
@@ -96,13 +100,26 @@ def list_hosts(evidence: JobEvidence) -> set[str]:
 def _find_in_records(folder: Path) -> Iterator[Owner]:
     """Find the machines of a run folder's records: its own, and those of the ranks that failed."""
     record, _ = read_record(folder)
-    if record is not None and record.process is not None and record.process.host:
-        yield Secret.HOST, record.process.host
+    if record is not None:
+        yield from ((Secret.HOST, host) for host in _list_hosts_of_run(record))
     with suppress(OSError, ValueError, RecursionError):
         written = json.loads(read_foreign(folder / RANKS_FILE))
         if isinstance(written, dict):
             failure, _ = convert_sound(written, FailureRecord)
             yield from ((Secret.HOST, rank.host) for rank in failure.ranks.values() if rank.host)
+
+
+def _list_hosts_of_run(record: RunRecord) -> Iterator[str]:
+    """List the machine of a run, and those that its command and its environment name as addresses."""
+    if record.process is not None and record.process.host:
+        yield record.process.host
+    words = record.command or []
+    named = [*pairwise(words), *(word.partition("=")[::2] for word in words)]
+    named += (record.environment or {}).items()
+    for name, value in named:
+        if value and _NAME_OF_HOST.search(name):
+            # HOST:PORT
+            yield value.partition(":")[0]
 
 
 def _find_in_file(path: Path) -> Iterator[Owner]:

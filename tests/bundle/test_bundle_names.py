@@ -142,6 +142,11 @@ def test_a_command_keeps_its_known_flags_and_numbers():
     assert not any(secret in " ".join(cleaned) for secret in ("zaphod", "quux", "a1b2c3"))
 
 
+def test_a_script_behind_a_machine_stays():
+    words = ["torchrun", "--master-addr", "node12", "train.py", "--lr", "1"]
+    assert Substitutes().clean_command(words) == ["torchrun", "--master-addr", "text-1", "train.py", "--lr", "1"]
+
+
 def test_a_text_among_the_words_of_a_command_goes():
     words = ["train.py", "--prompt", "the patient has no name", "--keys", "dragon", "tiger"]
     cleaned = Substitutes().clean_command(words)
@@ -176,7 +181,20 @@ def test_kernels_stay_what_they_are():
         assert before.tensor_cores is after.tensor_cores, name
 
 
-FLAGS_OF_KEYS = ("--wandb-api-key", "--hf-token", "--password", "--db_passwd", "--auth", "--aws-access-key-id")
+FLAGS_OF_KEYS = (
+    "--wandb-api-key",
+    "--hf-token",
+    "--password",
+    "--db_passwd",
+    "--auth",
+    "--aws-access-key-id",
+    # names of people, projects and machines
+    "--wandb-project",
+    "--wandb-exp-name",
+    "--name",
+    "--user",
+    "--master-addr",
+)
 
 
 @pytest.mark.parametrize("flag", FLAGS_OF_KEYS)

@@ -16,7 +16,18 @@ from megatron_lite.cli.bundle import find_differences
 from megatron_lite.cli.report import run
 from megatron_lite.errors import UserError
 
-SECRETS = ["zaphod", "heartofgold", "10.11.12.13", "moonshot", "sk-a1b2c3d4e5f6", "whispered", "magrathea"]
+SECRETS = [
+    "zaphod",
+    "heartofgold",
+    "10.11.12.13",
+    "moonshot",
+    "sk-a1b2c3d4e5f6",
+    "whispered",
+    "magrathea",
+    "gpu-node-22",
+]
+# a machine of known words is one because these say so; the phase is named like it
+OF_HOSTS = ("--rdzv-endpoint=gpu-node-22:29400", "--note", "gpu-node-22")
 
 
 def make_run(path):
@@ -28,13 +39,16 @@ def make_run(path):
     record = RECORD | {
         "plan": plan,
         "process": {"host": "heartofgold", "pids": "pid:[17]", "pid": 3, "started_ticks": 1},
-        "command": ["python", "/home/zaphod/train.py", "--key", "sk-a1b2c3d4e5f6", "--address=10.11.12.13"],
+        "command": ["python", "/home/zaphod/train.py", "--key", "sk-a1b2c3d4e5f6", "--address=10.11.12.13", *OF_HOSTS],
         "environment": {"WANDB_API_KEY": "sk-a1b2c3d4e5f6", "OMP_NUM_THREADS": "4"},
         "artefacts": {"tensorboard": "/home/zaphod/moonshot/tb"},
         "magrathea": "whispered",
         "status": "failed: ValueError: he whispered of magrathea",
     }
-    steps = [step(number, phases_ms={"forward": 5.0, "magrathea": 1.0}, zaphod="moonshot") for number in range(1, 9)]
+    steps = [
+        step(number, phases_ms={"forward": 5.0, "magrathea": 1.0, "gpu-node-22": 1.0}, zaphod="moonshot")
+        for number in range(1, 9)
+    ]
     folder(path, [*steps, ranks(1, 8, [10.0, 11.0])], record)
     made = gpu_run()
     made.header |= {"host_name": "heartofgold", "trace_id": "ABC", "magrathea": {"whispered": "zaphod"}}
