@@ -20,6 +20,7 @@ from megatron_lite.errors import UserError
 from megatron_lite.formats.tune_ledger import TuneRequest
 from megatron_lite.shared_files import read_foreign
 from megatron_lite.terminal import print_lines
+from megatron_lite.tune.command_files import stamp_files
 from megatron_lite.tune.knobs import NO_KNOBS, KnobFile, list_variables, read_knobs
 from megatron_lite.tune.ledger import Ledger
 from megatron_lite.tune.tuner import Bounds, Tuner
@@ -38,11 +39,12 @@ def run(argv: list[str]) -> int:
         command=tuple(words),
         knobs=text,
         variables={name: os.environ[name] for name in list_variables(knobs.knobs) if name in os.environ},
+        files=stamp_files(words),
         steps=options.steps,
         rounds=options.rounds,
         tolerance=options.loss_tolerance,
     )
-    ledger = Ledger(Path(options.ledger), request)
+    ledger = Ledger(Path(options.ledger), request, anew=options.restart)
     bounds = Bounds(
         trials=options.trials,
         seconds=None if options.time is None else 60 * options.time,
@@ -104,6 +106,7 @@ def _read_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add = parser.add_argument
     add("--knobs", metavar="FILE", help="knobs that a script's author declares (docs/tune.md), YAML")
     add("--ledger", metavar="FILE", default="tune.jsonl", help="file of all that was tried [tune.jsonl]")
+    add("--restart", action="store_true", help="begin the ledger anew; what it held is kept in FILE.old")
     add("--trials", type=int, default=20, metavar="N", help="changes that are tried at most [20]")
     add("--time", type=float, metavar="MINUTES", help="that all runs may take together [no limit]")
     add("--steps", type=int, default=40, metavar="N", help="steps of each run [40]")

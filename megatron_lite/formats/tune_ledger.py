@@ -59,6 +59,8 @@ class TuneRequest(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
     knobs: str = ""
     # of the environment that the command gets, those that a knob may set
     variables: dict[str, str] = {}
+    # by path, of the scripts and data sets that the command names: a script's SHA-256, a data set's size and time
+    files: dict[str, str] = {}
     # steps of each run
     steps: int
     # runs of each variant in a trial

@@ -1,9 +1,9 @@
 """The file in which everything is written down that was tried, and from which tuning goes on."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -31,12 +31,13 @@ class Ledger:
         path: The file.
     """
 
-    def __init__(self, path: Path, request: TuneRequest):
+    def __init__(self, path: Path, request: TuneRequest, anew: bool = False):
         """Open the ledger of a request, or begin it.
 
         Args:
             path: the file.
             request: what is asked for.
+            anew: begin anew where it is a ledger; what it held is kept beside it.
 
         Raises:
             UserError: it is the ledger of another request, or cannot be read or written.
@@ -47,14 +48,20 @@ class Ledger:
         content = _read_content(path)
         lines = list(_decode_lines(path, content))
         first = lines[0] if lines else None
+        if isinstance(first, TuneRequest) and (anew or _is_unused(lines, request)):
+            if len(lines) > 1:
+                _put_aside(path)
+            content = b""
+            lines = []
+            first = None
         if first is None and not encode_line(request).startswith(content):
             raise UserError(f"--ledger {path}: is no ledger; name another file.")
         if first not in (None, request):
-            raise UserError(f"--ledger {path}: is the ledger of {_find_other(first, request)}; name another file.")
+            raise UserError(f"--ledger {path}: {_describe_other(first, request)}.")
         # not before it is known to be a ledger: another file is left as it is
         _drop_cut_line(path, content)
         if first is None:
-            self._append(request)
+            self._append(request, mode="wb")
         for line in lines[1:]:
             if isinstance(line, MeasuredRun):
                 self._runs.append(line)
@@ -83,16 +90,54 @@ class Ledger:
             self._others.append(line)
             self._append(line)
 
-    def _append(self, line: LedgerLine) -> None:
-        """Append a line, whole also where the process is killed the next moment."""
+    def _append(self, line: LedgerLine, mode: Literal["ab", "wb"] = "ab") -> None:
+        """Append a line, whole also where the process is killed the next moment.
+
+        Args:
+            line: of the ledger.
+            mode: of the file; "wb": the line is the first one.
+        """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("ab") as file:
+            with self.path.open(mode) as file:
                 file.write(encode_line(line))
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
             raise _refuse(self.path, "cannot be written", error) from None
+
+
+def _is_unused(lines: Sequence[LedgerLine], request: TuneRequest) -> bool:
+    """Whether a ledger holds nothing but a request that differs by its files at most: a script may have been mended."""
+    [first, *others] = lines
+    if others or not isinstance(first, TuneRequest):
+        return False
+    return msgspec.structs.replace(first, files=request.files) == request
+
+
+def _put_aside(path: Path) -> None:
+    """Rename a ledger, so that another one may begin in its place; the one that was put aside before is gone."""
+    try:
+        path.replace(path.with_name(f"{path.name}.old"))
+    except OSError as error:
+        raise _refuse(path, "cannot be written", error) from None
+
+
+def _describe_other(first: LedgerLine | None, request: TuneRequest) -> str:
+    """Say of which other request a ledger is, and what to do.
+
+    Args:
+        first: the line with which it begins.
+        request: what is asked for.
+    """
+    other = _find_other(first, request)
+    if other or not isinstance(first, TuneRequest):
+        return f"is the ledger of {other}; name another file"
+    # the same command
+    changed = sorted(dict(first.files.items() ^ request.files.items()))
+    if changed and first.files:
+        return f"{changed[0]} has changed since it was begun; begin it anew with --restart, or name another file"
+    return "is the ledger of another version; name another file"
 
 
 def _refuse(path: Path, what: str, error: OSError) -> UserError:
@@ -137,7 +182,7 @@ def _drop_cut_line(path: Path, content: bytes) -> None:
 
 
 def _find_other(first: LedgerLine | None, request: TuneRequest) -> str:
-    """Name what differs from the request."""
+    """Name what differs from the request; "" where the words do not."""
     if not isinstance(first, TuneRequest):
         return "no command"
     if first.command != request.command:
@@ -150,4 +195,4 @@ def _find_other(first: LedgerLine | None, request: TuneRequest) -> str:
     for name in ("steps", "rounds", "tolerance"):
         if getattr(first, name) != getattr(request, name):
             return f"--{name} {getattr(first, name)}"
-    return "another version"
+    return ""

@@ -1,5 +1,6 @@
 """Reads what a run's folder says of a variant: times and losses of its steps, and its report's findings."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -9,6 +10,7 @@ from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.findings.base import Finding
 from megatron_lite.analysis.findings.settings import Setting
 from megatron_lite.analysis.intervals import Numbers
+from megatron_lite.analysis.report import Gains
 from megatron_lite.analysis.run.read import read_run
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.errors import UserError
@@ -60,13 +62,38 @@ def read_step_times(run: Run) -> Numbers:
 
 
 def read_findings(folder: Path) -> tuple[SeenFinding, ...]:
-    """Read the findings of the report on a recorded run: first those whose remedy saves most.
+    """Read the findings of the report on a recorded run, in the order in which their remedies are to be tried."""
+    report = analyze([folder])
+    ordered = order_for_trials(report.findings, report.gains)
+    return tuple(convert_finding(finding) for finding in ordered)
 
-    Findings that make the run itself slow in all it does, as other jobs do, have no gain of their own and no flag.
+
+def order_for_trials(findings: Sequence[Finding], gains: Gains | None) -> list[Finding]:
+    """Order findings as the report says what to change first.
+
+    A finding whose remedy was not replayed stands before the first change that saves less than it saves at most. Last
+    are those whose remedies save nothing on top of the others.
+
+    Args:
+        findings: of the report.
+        gains: of the report; None: no remedy was replayed.
     """
-    found = analyze([folder]).findings
-    by_gain = sorted(found, key=lambda finding: -(finding.gain_ms or 0.0))
-    return tuple(convert_finding(finding) for finding in by_gain)
+    by_code = {found.code: found for found in findings}
+    bounds = [found for found in findings if found.gain_is_bound]
+    bounds.sort(key=_get_gain, reverse=True)
+    ordered: list[Finding] = []
+    for change in gains.order if gains else ():
+        while bounds and _get_gain(bounds[0]) > change.ms:
+            ordered.append(bounds.pop(0))
+        ordered.append(by_code[change.code])
+    ordered += bounds
+    rest = [found for found in findings if found not in ordered]
+    return [*ordered, *rest]
+
+
+def _get_gain(found: Finding) -> float:
+    """Get what a remedy saves of a step, ms; 0 where nobody says it."""
+    return found.gain_ms or 0.0
 
 
 def convert_finding(finding: Finding) -> SeenFinding:

@@ -10,14 +10,16 @@ from support.training_maker import ordinary_steps
 from support.training_maker import run as write_run
 from support.tuned_commands import flag
 
+from megatron_lite.analysis.findings.base import Finding
 from megatron_lite.analysis.findings.rules import RULES
+from megatron_lite.analysis.report import Gains, OrderedChange
 from megatron_lite.analysis.run.read import read_run
 from megatron_lite.cli.main import main
 from megatron_lite.cli.tune import read_tuned_command
 from megatron_lite.cli.tuned_runs import VariantRunner
 from megatron_lite.formats.tune_ledger import MeasuredRun
 from megatron_lite.tune.knobs import NO_KNOBS, read_knobs
-from megatron_lite.tune.read_measured import convert_finding, read_measured, read_step_times
+from megatron_lite.tune.read_measured import convert_finding, order_for_trials, read_measured, read_step_times
 
 SCRIPTS = REPO / "benchmarks" / "tune_scripts"
 RECORDED = MeasuredRun(purpose="record", number=0, wall_s=0.0)
@@ -69,6 +71,19 @@ def test_a_finding_keeps_what_it_sets(tmp_path):
     [found] = [convert_finding(one) for one in analyze([folder]).findings if one.code == "log-stalls"]
     assert found.remedies == ((flag("--log-interval", "100"),), (flag("--log-params-norm", None),))
     assert found.cost_ms == pytest.approx(2.0) and found.gain_ms == pytest.approx(2.0)
+
+
+def test_changes_are_tried_in_the_order_of_the_report():
+    """Bounds stand before the first change that saves less; what saves nothing on top of the others is last."""
+    gains = {"first": 8.0, "second": 3.0, "covered": 7.0, "bound": 5.0, "small": 1.0, "unknown": None}
+    bounds = ("bound", "small", "unknown")
+    findings = [Finding(code=code, gain_ms=ms, gain_is_bound=code in bounds) for code, ms in gains.items()]
+    order = [OrderedChange(code, code, gains[code], gains[code], 1.0) for code in ("first", "second")]
+    report = Gains(step_ms=12.0, order=tuple(order), confidence="high", doubts=())
+    codes = [found.code for found in order_for_trials(findings, report)]
+    assert codes == ["first", "bound", "second", "small", "unknown", "covered"]
+    codes = [found.code for found in order_for_trials(findings, None)]
+    assert codes == ["bound", "small", "unknown", "first", "second", "covered"]
 
 
 @pytest.mark.parametrize(

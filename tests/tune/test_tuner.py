@@ -19,6 +19,7 @@ from megatron_lite.errors import UserError
 from megatron_lite.formats.tune_ledger import MeasuredRun, TrialResult, TuneOutcome, TuneRequest, TuneTrial, decode_line
 from megatron_lite.report.text import Style
 from megatron_lite.report.tune_terminal import describe_progress, tune_lines
+from megatron_lite.tune.command_files import stamp_files
 from megatron_lite.tune.knobs import NO_KNOBS, DeclaredKnob, LossEffect, list_variables
 from megatron_lite.tune.ledger import Ledger
 from megatron_lite.tune.tuner import Bounds, Tuner
@@ -291,6 +292,39 @@ def test_progress_has_the_figures_of_short_steps(tmp_path):
     assert failed.failure in describe_progress(failed)
 
 
+def test_a_ledger_of_a_script_that_changed_is_refused_or_begun_anew(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ("python", "train.py", "--data-path=tokens")
+    for name in ("train.py", "tokens.bin", "tokens.idx"):
+        Path(name).write_text("before")
+
+    def open_ledger(anew: bool = False) -> Ledger:
+        request = TuneRequest(command=words, files=stamp_files(words), steps=20, rounds=3, tolerance=1e-3)
+        return Ledger(tmp_path / "ledger", request, anew)
+
+    open_ledger()
+    # nothing was run yet: the script may have been mended
+    Path("train.py").write_text("mended")
+    run = MeasuredRun(purpose="record", number=0, wall_s=1.0)
+    open_ledger().add_run(run)
+    assert open_ledger().take_run(run) == run
+    for name in ("train.py", "tokens.bin"):
+        Path(name).write_text("changed since")
+        with pytest.raises(UserError, match=rf"{name}.*--restart") as caught:
+            open_ledger()
+        assert len(caught.value.lines) == 1
+        open_ledger(anew=True).add_run(run)
+        assert (tmp_path / "ledger.old").read_bytes() != (tmp_path / "ledger").read_bytes()
+
+
+def test_only_a_ledger_is_begun_anew(tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_text("first\nlast")
+    with pytest.raises(UserError):
+        Ledger(path, TuneRequest(command=("a",), steps=20, rounds=3, tolerance=1e-3), anew=True)
+    assert path.read_text() == "first\nlast"
+
+
 @pytest.mark.parametrize("content", ["first\nlast", "only", "\n", '{"kind": "request"}'])
 def test_a_file_that_is_no_ledger_is_left_as_it_is(tmp_path, content):
     path = tmp_path / "notes.txt"
@@ -404,6 +438,7 @@ from pathlib import Path
 from megatron_lite.cli.tune import read_tuned_command
 from megatron_lite.cli.tuned_runs import VariantRunner
 from megatron_lite.formats.tune_ledger import MeasuredRun
+from megatron_lite.tune.command_files import stamp_files
 from megatron_lite.tune.knobs import NO_KNOBS
 folder = Path(sys.argv[1])
 command = read_tuned_command(["sh", "-c", f"echo $$ > {folder}/pid.new; mv {folder}/pid.new {folder}/pid; exec sleep 60"], NO_KNOBS)
