@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lite.analysis.graph.graph import ActivityKind, Graph
+from megatron_lite.analysis.graph.graph import ON_DEVICE, ON_HOST, ActivityKind, Graph
 from megatron_lite.analysis.graph.reduced_window import NEVER, ReducedWindow
 from megatron_lite.analysis.intervals import Flags, Integers
 
@@ -20,6 +20,7 @@ SETTLED = 0.001  # of a pass, by which the next one may differ
 MAX_CONTRADICTED = 0.05  # of the edges: with more the graph is not that of these steps
 MAX_OFF = 0.02  # of the measured steps, by which an unchanged replay may differ
 MAX_UNEXPLAINED = 0.05  # of the step, on the critical path
+MAX_FILLED = 0.9  # of the step, that host and device each take alone: then one waits for the other, and no edge says so
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,7 @@ class _Passes:
         self.window = window
         self.reduced = ReducedWindow(graph, window.places)
         self.number = 0
+        self.lengths_ns = np.zeros(len(graph.boundaries))  # of the last pass, by rank
         self._outer_ns = graph.activities.end_ns[self.reduced.outer]
         self._root_ends_ns: Integers = np.empty(0, np.int64)
         last = [boundary.ends[window.last] for boundary in graph.boundaries]
@@ -188,6 +190,7 @@ class _Passes:
             pass_ns = lengths_ns
             if is_settled and number:
                 break
+        self.lengths_ns = pass_ns
         step_ns = max(float(pass_ns.mean()) / self.window.steps, self.graph.floor_ns)
         return step_ns + self.graph.beside_ns
 
@@ -254,6 +257,7 @@ class Trust:
     unexplained_ms: float  # of a step, on the critical path: delays of the device and others without a known reason
     passes: int
     why_not: str = ""  # why nothing is to be claimed by the graph; "": it is that of the measured steps
+    filled: float = 0.0  # share of the step that host and device take at least, each without the other's work
 
     @property
     def off(self) -> float:
@@ -282,8 +286,26 @@ def check_replay(graph: Graph) -> Trust:
         contradicted=graph.contradicted_share,
         unexplained_ms=unexplained_ns / 1e6,
         passes=found.passes,
+        filled=_measure_filled(graph, window) / max(measured_ns, 1.0),
     )
     return replace(trust, why_not=_explain_doubt(trust))
+
+
+def _measure_filled(graph: Graph, window: StepWindow) -> float:
+    """The step of the slowest rank without the device's work, or without the host's, ns: the shorter one; 0 without a
+    device."""
+    if not graph.on_device:
+        return 0.0
+    is_device = graph.find_kind(*ON_DEVICE, ActivityKind.TRANSFER)
+    is_host = graph.find_kind(*ON_HOST)
+    alone_ns = []
+    for is_left_out in (is_device, is_host):
+        works_ns = np.where(is_left_out, 0, graph.activities.work_ns)
+        alone = replace(graph, activities=replace(graph.activities, work_ns=works_ns))
+        passes = _Passes(alone, window)
+        passes.settle()
+        alone_ns.append(float(passes.lengths_ns.max()) / window.steps)
+    return min(alone_ns)
 
 
 def _measure_window(graph: Graph, window: StepWindow) -> float:
@@ -305,6 +327,11 @@ def _explain_doubt(trust: Trust) -> str:
         return (
             f"replayed unchanged a step takes {trust.replayed_ms:,.1f} ms instead of the measured "
             f"{trust.measured_ms:,.1f} ms, {MAX_OFF:.0%} are allowed"
+        )
+    if trust.filled > MAX_FILLED:
+        return (
+            f"host and device each fill {trust.filled:.0%} of a step of {trust.measured_ms:,.1f} ms without the "
+            "other's work: what one of them waits for is not recorded"
         )
     if trust.unexplained_ms > MAX_UNEXPLAINED * trust.measured_ms:
         return (

@@ -240,7 +240,7 @@ def _add_lane(
     )
     activities.begin[lane.place] = number[~pieces.is_second]
     activities.finish[lane.place[pieces.of]] = number
-    _chain(parts, one, lane, number, pieces, traits.is_pair)
+    _chain(parts, one, lane, number, pieces, traits)
 
 
 @dataclass(frozen=True)
@@ -287,7 +287,7 @@ def _chain(
     lane: WorkLane,
     number: Integers,
     pieces: _Pieces,
-    is_pair: Flags,
+    traits: _Traits,
 ) -> None:
     """Let each piece of work wait for the one before it on its lane.
 
@@ -297,12 +297,12 @@ def _chain(
         lane: k pieces of work.
         number: [p], the activities.
         pieces: what they are parts of.
-        is_pair: [k], sends and receives, which a backend's thread does not put in order.
+        traits: [k] each; a backend's thread does not put sends and receives in order.
     """
     follows = pieces.start_ns[1:] >= pieces.end_ns[:-1]
     if lane.device < 0:
         # a backend's thread may have several under way at once
-        is_free = is_pair[pieces.of[:-1]] | is_pair[pieces.of[1:]]
+        is_free = traits.is_pair[pieces.of[:-1]] | traits.is_pair[pieces.of[1:]]
         follows &= pieces.is_second[1:] | ~is_free
         earlier = number[:-1][follows]
         later = number[1:][follows]
@@ -313,7 +313,9 @@ def _chain(
     ended_ns = events.end_ns[lane.rows]
     gap_ns = started_ns[1:] - ended_ns[:-1]
     is_queued = lane.launched_ns[1:] < started_ns[:-1]
-    base_ns = _choose_base(gap_ns, is_queued & (gap_ns >= 0))
+    # collectives wait for events of other streams: how soon they follow each other says nothing of the device
+    is_typical = is_queued & ~traits.is_call[1:]
+    base_ns = _choose_base(gap_ns, is_typical & (gap_ns >= 0))
     parts.chain(number, EdgeKind.STREAM, base_ns)
 
 
@@ -341,10 +343,13 @@ def connect_launches(
     if one.on_gpu:
         launch = one.trace.launch_of[work.rows]
         is_launched = launch >= 0
+        # collectives wait for events of other streams, too
+        is_typical = ~np.isin(work.rows, one.calls.rows)
         thread: Integers = np.where(is_launched, events.thread[launch], -1)
         called_ns: Integers = np.where(is_launched, events.start_ns[launch], -1)
         kind = EdgeKind.LAUNCH
     else:
+        is_typical = np.ones(len(work.rows), bool)
         thread = one.called_on
         called_ns = one.called_ns
         kind = EdgeKind.CALL
@@ -356,7 +361,8 @@ def connect_launches(
         before_ns = np.zeros(len(lane.rows), np.int64)
         before_ns[1:] = events.end_ns[lane.rows[:-1]]
         is_idle[lane.place] = called_ns[lane.place] >= before_ns
-    base_ns = _choose_base(lag_ns, is_idle & (lag_ns >= 0) & (source >= 0))
+    is_typical = is_typical & is_idle & (source >= 0)
+    base_ns = _choose_base(lag_ns, is_typical & (lag_ns >= 0))
     parts.connect(source, work.activities.begin, kind, base_ns)
 
 
