@@ -56,7 +56,8 @@ class Contents:
     verdict: Verdict
     # why the job failed, where its folder holds evidence of that; None for a run that did not fail, and where nothing tells
     failure: Postmortem | None
-    findings: tuple[Finding, ...]  # most costly first
+    # first what saves most of a step: gain_ms where the remedy was replayed, else cost_ms
+    findings: tuple[Finding, ...]
     # what their remedies save together; None where none of them could be replayed
     gains: Gains | None
     checks: tuple[Check, ...]  # the questions of `megatron-lite audit`, in its order

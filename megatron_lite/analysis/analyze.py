@@ -201,10 +201,13 @@ def _conclude(
     """
     judgement = gaps.attempt("findings", judge, facts, gaps.add) or Judgement((), {})
     findings = weakened(judgement.findings, facts)
-    checks = gaps.attempt("checks", answer_checks, facts, findings, judgement.looks)
     verdict = build_verdict(facts, findings, failure)
     findings = limit_certainty(findings, verdict.confidence)
     gained = gaps.attempt("gains", find_gains, facts, findings, verdict) or GainedFindings(findings, None)
+    if gained.findings != findings:
+        # its sentence names the first one
+        verdict = build_verdict(facts, gained.findings, failure)
+    checks = gaps.attempt("checks", answer_checks, facts, gained.findings, judgement.looks)
     next_steps = describe_next_steps(gained.gains)
     facts = replace(facts, gaps=tuple(facts.in_words(gap) for gap in gaps.found))
     return Report(

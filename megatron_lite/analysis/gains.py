@@ -1,13 +1,15 @@
 """Gains: how much of a step the remedies of findings save, and in which order they are worth it.
 
 Findings whose remedy a change of the dependency graph stands for carry it (Finding.edit); the measured steps are
-replayed with these changes. All others keep the upper bound that their rule gives.
+replayed with these changes. All others keep the upper bound that their rule gives. Then findings stand in the order of
+what they save.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_lite.analysis.findings.base import Edit, Finding
+from megatron_lite.analysis.findings.order import order_findings
 from megatron_lite.analysis.graph.build import build_graph, explain_size
 from megatron_lite.analysis.graph.graph import Graph
 from megatron_lite.analysis.graph.replay import check_replay
@@ -25,7 +27,7 @@ MAX_CHANGES_SAID = 3  # in one sentence
 class GainedFindings:
     """Findings with what their remedies save, and the order of the remedies."""
 
-    findings: tuple[Finding, ...]
+    findings: tuple[Finding, ...]  # the one that saves most first; most costly first where nothing is claimed
     gains: Gains | None  # None: no finding has a change that could be replayed
 
 
@@ -50,21 +52,25 @@ def find_gains(facts: Facts, findings: Sequence[Finding], verdict: Verdict) -> G
     why_not = _explain_doubt(graph, critical.time.step_ms)
     if why_not:
         return GainedFindings(tuple(findings), _claim_nothing(critical.time.step_ms, why_not))
+    for edit in edits.values():
+        graph = graph if edit.prepare is None else edit.prepare(graph)
     measured = measure_gains(graph, [NamedEdit(code, edit.apply) for code, edit in edits.items()])
     if not measured.alone_ms:
         return GainedFindings(tuple(findings), _claim_nothing(critical.time.step_ms, NOTHING_CHANGED))
     # replayed steps differ a little from the mean of all steady ones, which is what the report shows
-    scale = critical.time.step_ms / measured.before_ms
+    stalls_ms = graph.beside_ns / 1e6
+    scale = critical.time.step_ms / (measured.before_ms - stalls_ms)
     gained = [_put_gain(found, measured, scale) for found in findings]
     order = _describe_order(edits, measured, scale)
     doubts = _list_doubts(facts, graph, findings, order, verdict)
     gains = Gains(
-        step_ms=critical.time.step_ms,
+        step_ms=critical.time.step_ms + stalls_ms * scale,
         order=order,
         confidence="low" if doubts else "high",
         doubts=tuple(doubts),
+        stalls_ms=stalls_ms * scale,
     )
-    return GainedFindings(tuple(gained), gains)
+    return GainedFindings(order_findings(gained, facts), gains)
 
 
 def _claim_nothing(step_ms: float, why_not: str) -> Gains:
@@ -179,4 +185,7 @@ def describe_next_steps(gains: Gains | None) -> str:
     if gains.confidence == "low":
         changes = f"likely: {changes}"
     after = significant(said[-1].step_ms)
-    return f"{changes[:1].upper()}{changes[1:]}: {after} instead of {significant(gains.step_ms)} ms per step"
+    steps = f"{after} instead of {significant(gains.step_ms)} ms per step"
+    if gains.stalls_ms:
+        steps += ", with what saving and evaluating take"
+    return f"{changes[:1].upper()}{changes[1:]}: {steps}"

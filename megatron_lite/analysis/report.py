@@ -46,12 +46,15 @@ class OrderedChange:
 class Gains:
     """Gains of the findings' remedies together, by replays of the measured steps with their changes."""
 
-    step_ms: float  # as measured
+    step_ms: float  # as measured, with stalls_ms
     order: tuple[OrderedChange, ...]  # those that save something on top of the others, the first to make first
     confidence: str  # "high", "low"
     doubts: tuple[str, ...]  # what lowers the confidence
     # why nothing is claimed, so that all findings' gains are upper bounds; "": gains are what replays say
     why_not: str = ""
+    # of the mean step, what saving and evaluating take in some steps only, which the profiled ones do not show; 0 where
+    # no change is about it
+    stalls_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class Report:
     paths: tuple[str, ...]
     title: str  # "run-1: 2 ranks, NVIDIA H100, GPT 24 x 1024"
     verdict: Verdict
-    findings: tuple[Finding, ...]  # most costly first
+    findings: tuple[Finding, ...]  # the one that saves most first; see findings/order.py
     facts: Facts
     read_s: float  # how long reading and analyzing took
     looks: Mapping[str, Observation]  # by code: what each rule saw

@@ -13,6 +13,7 @@ from megatron_lite.analysis.contradictions import (
 )
 from megatron_lite.analysis.core_use import PROFILED, CoreShortage
 from megatron_lite.analysis.findings.base import Finding
+from megatron_lite.analysis.findings.order import measure_saving
 from megatron_lite.analysis.findings.step_length_rules import doubt_window
 from megatron_lite.analysis.gpu_clocks import GpuClock, find_slowed_gpus
 from megatron_lite.analysis.kernels.kernel_results import Role
@@ -70,7 +71,7 @@ def build_verdict(facts: Facts, findings: Sequence[Finding], failure: Postmortem
 
     Args:
         facts: the run.
-        findings: what the rules found, the most costly one first.
+        findings: what the rules found, the one that saves most first.
         failure: why the job failed, where its folder tells; then that is the verdict.
     """
     if failure is not None:
@@ -229,7 +230,7 @@ def _judge_time(facts: Facts, rank: RankFacts, findings: Sequence[Finding]) -> V
     Args:
         facts: the run.
         rank: the rank that sets the pace.
-        findings: what the rules found, the most costly one first.
+        findings: what the rules found, the one that saves most first.
     """
     time = rank.time
     missing = missing_gpu_work(rank, facts.run)
@@ -404,7 +405,7 @@ def _describe_step(facts: Facts, rank: RankFacts, findings: Sequence[Finding]) -
     Args:
         facts: the run.
         rank: the rank that sets the pace.
-        findings: what the rules found, the most costly one first.
+        findings: what the rules found, the one that saves most first.
 
     Returns:
         "31% of peak; 20% of each step is spent waiting for communication, 10% waiting for the host; ...".
@@ -475,23 +476,25 @@ def _name_loss(facts: Facts, time: RankTime, row: str) -> str:
 
 
 def _describe_compute(rank: RankFacts, findings: Sequence[Finding], straggler_is_named: bool) -> str:
-    """Name what makes a step long that nothing holds up: the most costly cause, else the role that computes most.
+    """Name what makes a step long that nothing holds up: the first cause, else the role that computes most.
 
     Args:
         rank: the rank that sets the pace.
-        findings: what the rules found, the most costly one first.
+        findings: what the rules found, the one that saves most first.
         straggler_is_named: the sentence names the ranks that come late already.
 
     Returns:
         A part of the sentence, or '' where nothing is worth naming.
     """
-    costly = next((finding for finding in findings if finding.cost_ms and finding.code != BUSY_MACHINE), None)
-    if costly is not None:
-        if straggler_is_named and costly.code in OF_LATE_RANKS:
+    costing = (found for found in findings if found.cost_ms and found.code != BUSY_MACHINE)
+    first = next(costing, None)
+    if first is not None:
+        if straggler_is_named and first.code in OF_LATE_RANKS:
             return ""
-        cost_ms = costly.cost_ms or 0.0
-        if cost_ms >= MIN_SHARE_SAID * rank.time.step_ms:
-            return f"most costly cause: {costly.title} ({significant(cost_ms)} ms)"
+        saving_ms = measure_saving(first)
+        if saving_ms >= MIN_SHARE_SAID * rank.time.step_ms:
+            kind = "most costly cause" if first.gain_is_bound else "largest saving"
+            return f"{kind}: {first.title} ({significant(saving_ms)} ms)"
     roles = rank.kernels.roles
     role = max(roles, key=lambda role: roles[role], default=Role.OTHER)
     total_ms = sum(roles.values())

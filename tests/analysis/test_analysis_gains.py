@@ -5,18 +5,19 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from support.finding_cases import CASES
+from support.finding_cases import CASES, on_gpu, saves_every
 from support.paths import SHARED
-from support.trace_maker import MadeTrace, write
-from support.training_maker import gpu
+from support.trace_maker import MadeTrace, place, write
+from support.training_maker import FP32_GEMM, gpu
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.findings.base import Edit
+from megatron_lite.analysis.findings.sync_edits import drop_sites
 from megatron_lite.analysis.gains import describe_next_steps, find_gains
 from megatron_lite.analysis.graph import build
 from megatron_lite.analysis.graph.build import build_graph
 from megatron_lite.analysis.graph.edits.change import scale_work
-from megatron_lite.analysis.graph.edits.syncs import drop_syncs_of
+from megatron_lite.analysis.graph.edits.syncs import drop_syncs_of, find_resumed
 from megatron_lite.analysis.graph.graph import ActivityKind
 from megatron_lite.analysis.graph.replay import check_replay, replay
 from megatron_lite.analysis.graph.sequence import NamedEdit, measure_gains
@@ -88,6 +89,9 @@ def test_gains_of_a_public_trace_add_up():
     alone = {change.code: change.alone_ms for change in report.gains.order}
     assert report.gains.order[0].code == "starved-loader"
     assert alone["fp32-products"] < 0.05 * report.gains.step_ms
+    assert report.findings[0].code == "starved-loader" and report.findings[0].cost_ms < max(
+        found.cost_ms for found in report.findings if found.code == "fp32-products"
+    )
 
 
 def test_a_contradicted_graph_claims_nothing(tmp_path):
@@ -169,8 +173,8 @@ def test_small_collectives_outside_of_backward_are_sent_at_once(tmp_path):
             made.annotation("forward", at + 1, at + 900)
             made.op("aten::mm", at + 2, at + 890)
             made.annotation("average metrics", at + 905, at + 2_995)
-            for place in range(20):
-                begun = at + 910 + 103 * place
+            for part in range(20):
+                begun = at + 910 + 103 * part
                 made.op("c10d::allreduce_", begun, begun + 2)
                 span = made.gloo(begun + 1, begun + 101)
                 span["args"] = {"Input Dims": [[1]], "Input type": ["float"]}
@@ -220,3 +224,114 @@ def test_one_rank_of_many_is_doubted_also_where_the_file_does_not_say_how_many(t
     report = analyze([write(data, tmp_path / "trace.json")])
     graph = build_graph([(one.trace, one.placing) for one in report.facts.graph_ranks])
     assert bool(graph.limits) == (world_size != 1) and set(graph.limits) <= set(report.gains.doubts)
+
+
+# --- the order of findings
+
+
+def test_findings_stand_in_the_order_of_what_they_save(tmp_path):
+    """By the replay where there is one, else by the cost: what costs most may save nothing by itself."""
+    report = report_on(tmp_path, make_loading_and_syncing())
+    [replayed] = [found for found in report.findings if found.code == "sync-in-step"]
+    syncing = replace(replayed, gain_is_bound=True, gain_ms=replayed.cost_ms)
+    hidden = Edit("x", lambda graph: scale_work(graph, graph.find_kind(ActivityKind.KERNEL), 0.999))
+    given = [
+        replace(syncing, code="costly", cost_ms=1.4, edit=hidden),
+        replace(syncing, code="unknown", cost_ms=1.2, gain_ms=None, edit=None),
+        replace(syncing, code="small", cost_ms=0.01, edit=None),
+        replace(syncing, code="bound", cost_ms=0.3, edit=None),
+        syncing,
+    ]
+    found = find_gains(report.facts, given, report.verdict)
+    # a cost of which nobody knows what the remedy saves stands behind what saves a notable part of the step
+    assert [one.code for one in found.findings] == ["sync-in-step", "bound", "unknown", "small", "costly"]
+
+
+def test_all_ranks_multiply_in_16_bits(tmp_path):
+    """Kernels of one rank alone would save nothing: the other one comes to the sum as late as it did."""
+    for rank in range(2):
+        gpu(tmp_path, rank, 2, gemm=FP32_GEMM, dtypes=["float", "float"])
+    report = analyze([tmp_path])
+    [finding] = [one for one in report.findings if one.code == "fp32-products"]
+    assert not finding.gain_is_bound and finding.gain_ms > 0.5 * finding.cost_ms
+
+
+# --- remedies that became changes of the graph
+
+
+@pytest.mark.parametrize(
+    ("code", "saves_us"),
+    [
+        ("gc-pauses", 500),
+        ("allocator-stalls", 500),
+        ("graph-capture", 500),
+        ("startup-in-step", 1500),
+        ("save-in-step", 1500),
+        ("unfused-elementwise", 1500),
+    ],
+)
+def test_a_remedy_saves_what_its_cause_takes(tmp_path, code, saves_us):
+    CASES[code][0](tmp_path)
+    report = analyze([tmp_path])
+    [finding] = [one for one in report.findings if one.code == code]
+    graph = build_graph([(one.trace, one.placing) for one in report.facts.graph_ranks])
+    saved_ns = replay(graph).step_ns - replay(finding.edit.apply(graph)).step_ns
+    assert saved_ns == pytest.approx(saves_us * 1e3, rel=0.1)
+
+
+def test_a_host_that_waits_without_a_record_claims_nothing(tmp_path):
+    """Both fill the step, and nothing says which of them waits: shorter kernels would seem to save nothing."""
+    made = MadeTrace()
+    for number in range(6):
+        at = number * 1500.0
+        made.step(number, at, at + 1495)
+        made.annotation("forward", at + 1, at + 1490)
+        made.op("aten::mm", at + 2, at + 40)
+        made.kernel("sgemm", at + 20, at + 1480, at + 15)
+    graph = build_graph([place(made, tmp_path)])
+    assert check_replay(graph).filled > 0.9 and check_replay(graph).why_not
+    for number in range(6):
+        made.sync(number * 1500.0 + 50, number * 1500.0 + 1481)
+    graph = build_graph([place(made, tmp_path / "synchronized")])
+    assert check_replay(graph).filled < 0.1 and not check_replay(graph).why_not
+
+
+def test_saving_at_another_interval_is_a_part_of_the_mean_step(tmp_path):
+    """Of 40 steps 7 take 30 ms more to save. The profiled ones do not: what it adds to the mean step stands beside them."""
+    on_gpu()(tmp_path)
+    saves_every(5, steps=40)(tmp_path)
+    report = analyze([tmp_path])
+    [finding] = [one for one in report.findings if one.code == "save-and-eval"]
+    assert finding.cost_ms == pytest.approx(7 * 30 / 40)
+    check_sums(report)
+    gains = report.gains
+    assert gains.stalls_ms == pytest.approx(finding.cost_ms, rel=0.03)
+    assert gains.step_ms == pytest.approx(report.facts.critical.time.step_ms + gains.stalls_ms)
+    # a checkpoint of 30 ms takes a hundredth of 300 steps of 10 ms
+    assert "500" in gains.order[0].change
+    assert finding.gain_ms == pytest.approx(gains.stalls_ms * (1 - 40 / 7 / 500), rel=1e-6)
+
+
+def test_waits_are_left_out_by_line_where_stacks_tell_it(tmp_path):
+    """Of two reads of a value one is meant; its operator is that of the other one, too."""
+    made = MadeTrace()
+    for number in range(6):
+        at = number * 1500.0
+        made.step(number, at, at + 1495)
+        made.annotation("forward", at + 1, at + 1490)
+        for part, line in enumerate(("train.py(10): read_loss", "train.py(20): read_norm")):
+            begin = at + 10 + part * 700
+            made.frame(line, begin, begin + 690)
+            made.op("aten::mm", begin + 1, begin + 20)
+            made.kernel("gemm", begin + 10, begin + 410, begin + 5)
+            made.sync(begin + 30, begin + 411, operator="aten::item")
+    report = report_on(tmp_path, made)
+    facts = report.facts
+    graph = build_graph([(one.trace, one.placing) for one in facts.graph_ranks])
+    sites = facts.critical.time.syncs
+    assert len({site.frame for site in sites}) == 2
+    resumed = int(find_resumed(graph).sum())
+    left = [int(find_resumed(drop_sites(facts, "x", [site]).apply(graph)).sum()) for site in sites]
+    assert left == [resumed // 2, resumed // 2]
+    both = drop_sites(facts, "x", sites).apply(graph)
+    assert not find_resumed(both).any() and replay(both).step_ns < replay(graph).step_ns

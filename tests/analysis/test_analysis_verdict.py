@@ -51,6 +51,8 @@ def verdict_of(run=None, ranks=None, findings=(), **given):
 
 
 COSTLY = dataclasses.replace(cases.findings()[0], title="matrix products in fp32", cost_ms=44.0)
+REPLAYED = dataclasses.replace(COSTLY, gain_ms=20.0, gain_is_bound=False)
+SAVING_NOTHING = dataclasses.replace(REPLAYED, gain_ms=0.1)
 STRAGGLER = dataclasses.replace(cases.ranks_of().straggler, caused_wait_ms=15.0)
 LATE = dataclasses.replace(cases.ranks_of(), straggler=STRAGGLER)
 UNKNOWN_KIND = cases.ranks_of("other")
@@ -65,6 +67,8 @@ COMPUTES = {"compute": 97.0, "host": 3.0}
         ({}, "The GPU computes 60% of each step; 20%"),
         ({"device": None, "rows": {"compute": 30.0, "host": 50.0}}, "50% of each step is spent on Python between"),
         ({"rows": COMPUTES, "findings": (COSTLY,)}, "most costly cause: matrix products in fp32 (44 ms)"),
+        ({"rows": COMPUTES, "findings": (REPLAYED,)}, "largest saving: matrix products in fp32 (20 ms)"),
+        ({"rows": COMPUTES, "findings": (SAVING_NOTHING,)}, "40% of device time is matrix products"),
         ({"rows": COMPUTES}, "40% of device time is matrix products"),
         ({"ranks": LATE}, "the other ranks wait 15 ms per step for rank 1"),
     ],

@@ -1,20 +1,16 @@
 """Findings, the rules that look for them, and how rules word what they find."""
 
 import enum
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from inspect import cleandoc
 from typing import Literal
 
 from megatron_lite.analysis.findings.settings import Setting, read_settings
-from megatron_lite.analysis.graph.edits.syncs import drop_syncs_of
 from megatron_lite.analysis.graph.graph import Graph
-from megatron_lite.analysis.kernels.kernel_names import short_name
 from megatron_lite.analysis.memory.memory_results import Snapshot
 from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts
 from megatron_lite.analysis.run_facts import Facts
-from megatron_lite.analysis.time.time_results import SyncSite
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.phases import Phase
 from megatron_lite.units import counted
@@ -66,6 +62,8 @@ class Edit:
 
     change: str  # of the program, an instruction in a few words: "load with 2 workers"
     apply: Callable[[Graph], Graph]
+    # adds to the steps what they do not hold and the remedy changes, as checkpoints between them; None: nothing
+    prepare: Callable[[Graph], Graph] | None = None
 
 
 @dataclass(frozen=True)
@@ -271,23 +269,6 @@ def build_time_finding(
         rank=rank,
         edit=edit,
     )
-
-
-def drop_sites(
-    change: str,
-    sites: Sequence[SyncSite],
-    left_out: Collection[str] = (),
-) -> Edit:
-    """Build the edit of steps in which the host does not wait for the device at some places.
-
-    Args:
-        change: what is done to the program.
-        sites: the places.
-        left_out: phases in which the same operators may wait.
-    """
-    operators = {short_name(site.operator) for site in sites if site.operator}
-    phases = {site.phase for site in sites if not site.operator}
-    return Edit(change, partial(drop_syncs_of, operators=operators, phases=phases, left_out=left_out))
 
 
 def measure_longest_step(facts: Facts) -> float:

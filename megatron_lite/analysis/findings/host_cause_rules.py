@@ -15,7 +15,6 @@ from megatron_lite.analysis.findings.base import (
     Recording,
     Remedy,
     could_not_look,
-    drop_sites,
     find_lost_time,
     rule,
     saw,
@@ -24,8 +23,11 @@ from megatron_lite.analysis.findings.base import (
 )
 from megatron_lite.analysis.findings.machine_rules import measure_recompilation
 from megatron_lite.analysis.findings.saved_states import find_read_states, find_saving_copies
+from megatron_lite.analysis.findings.sync_edits import drop_sites
 from megatron_lite.analysis.findings.update_rules import find_save_and_eval
-from megatron_lite.analysis.graph.edits.left_out import leave_out_phases
+from megatron_lite.analysis.graph.edits.left_out import leave_out_named, leave_out_phases, leave_out_work
+from megatron_lite.analysis.graph.graph import Graph
+from megatron_lite.analysis.intervals import Integers
 from megatron_lite.analysis.kernels.kernel_results import Role
 from megatron_lite.analysis.rank_facts import MATTERS, RankFacts, in_ms
 from megatron_lite.analysis.run_facts import Facts
@@ -128,7 +130,8 @@ def find_graph_capture(facts: Facts, one: RankFacts) -> Finding | Observation:
     cost = one.time.rows.get("graph_capture", 0.0)
     text = f"the device idles {one.of_step(cost)} while graphs are captured and instantiated"
     advice = "capture each graph once, before the loop, and replay it; keep the shapes of its inputs constant"
-    return find_lost_time(one, cost, text, advice, *describe_works(one, works), cheap=True)
+    edit = Edit("capture each graph once", partial(leave_out_named, cause="graph_capture"))
+    return find_lost_time(one, cost, text, advice, *describe_works(one, works), cheap=True, edit=edit)
 
 
 @rule("startup-in-step", "start-up work in each step", "step", needs="trace")
@@ -150,7 +153,8 @@ def find_startup_in_step(facts: Facts, one: RankFacts) -> Finding | Observation:
     cost = one.time.rows.get("startup", 0.0)
     text = f"starting up CUDA and libraries takes {one.of_step(cost)}"
     advice = f"create it once, before the loop: {works[0].what}"
-    return find_lost_time(one, cost, text, advice, *describe_works(one, works), cheap=True)
+    edit = Edit("start up once, before the loop", partial(leave_out_named, cause="startup"))
+    return find_lost_time(one, cost, text, advice, *describe_works(one, works), cheap=True, edit=edit)
 
 
 @rule("cpu-optimizer", "optimizer that computes on the CPU", "step", "phases", needs="gpu")
@@ -225,8 +229,6 @@ def find_save_in_step(facts: Facts, one: RankFacts) -> Finding | Observation:
         cost += one.exposed_ms(np.setdiff1d(copies, of_phases))
     text = f"saving and evaluating ({_join_once(names)}) takes {one.of_step(cost)}"
     is_in_some = 0 < steps_with_it < steps and not phases
-    # what only some steps do, the steps of the graph may not
-    rarely = Edit("save and evaluate in rare steps", partial(leave_out_phases, phases=NOT_TRAINING))
     return find_lost_time(
         one,
         cost,
@@ -235,7 +237,8 @@ def find_save_in_step(facts: Facts, one: RankFacts) -> Finding | Observation:
         *describe_works(one, works),
         flags=LESS_SAVING.flags,
         title="saving or evaluating in some steps" if is_in_some else "",
-        edit=rarely if phases else None,
+        # what only some steps do, the steps of the graph may not
+        edit=None if is_in_some else _save_rarely(facts),
     )
 
 
@@ -258,6 +261,24 @@ def _find_behind_states(one: RankFacts) -> Finding | None:
         certain=False,
         rank=one.time.rank,
     )
+
+
+def _save_rarely(facts: Facts) -> Edit:
+    """Build the edit of steps that neither save nor evaluate."""
+    copies = [find_saving_copies(rank) for rank in facts.graph_ranks]
+    return Edit("save and evaluate in rare steps", partial(_leave_out_saving, copies=copies))
+
+
+def _leave_out_saving(graph: Graph, copies: Sequence[Integers]) -> Graph:
+    """Leave out what phases and names tell of saving and evaluating.
+
+    Args:
+        graph: the graph.
+        copies: by rank, rows of what saving copies.
+    """
+    for rank, rows in enumerate(copies):
+        graph = leave_out_work(graph, rank, rows)
+    return leave_out_named(leave_out_phases(graph, NOT_TRAINING), "save")
 
 
 def _join_once(names: Iterable[str]) -> str:
@@ -328,7 +349,7 @@ def find_clip_on_host(facts: Facts, one: RankFacts) -> Finding | Observation:
         "clip on the device: clip_grad_norm_(..., foreach=True) without error_if_nonfinite, the norm read when logged"
     )
     # what Python would do less of is not known
-    edit = drop_sites("clip without waiting", sites) if waited_ms > own_ms else None
+    edit = drop_sites(facts, "clip without waiting", sites) if waited_ms > own_ms else None
     return find_lost_time(one, cost, text, advice, edit=edit)
 
 

@@ -11,7 +11,6 @@ from megatron_lite.analysis.findings.base import (
     Recording,
     Remedy,
     could_not_look,
-    drop_sites,
     find_lost_time,
     rule,
     saw,
@@ -36,9 +35,11 @@ from megatron_lite.analysis.findings.host_cause_rules import (
 from megatron_lite.analysis.findings.input_rules import is_batch_copy, pageable_rows
 from megatron_lite.analysis.findings.reserved_rules import EXPANDABLE_SEGMENTS
 from megatron_lite.analysis.findings.saved_states import find_read_states
+from megatron_lite.analysis.findings.sync_edits import drop_sites
 from megatron_lite.analysis.findings.update_rules import LOG, find_log_stalls
 from megatron_lite.analysis.graph.edits.host_work import move_stretches_to_thread
 from megatron_lite.analysis.graph.edits.launches import capture_phases
+from megatron_lite.analysis.graph.edits.left_out import leave_out_named
 from megatron_lite.analysis.rank_facts import MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.run.cores import measure_recording_ms
 from megatron_lite.analysis.run_facts import Facts
@@ -98,7 +99,7 @@ def find_sync_in_step(facts: Facts, one: RankFacts) -> Finding | Observation:
         flags=("--log-interval 100",),
         certain=work_ms <= MUCH * cost,
         cheap=True,
-        edit=drop_sites("drop the synchronizations", sites, BETWEEN_STEPS),
+        edit=drop_sites(facts, "drop the synchronizations", sites, BETWEEN_STEPS),
     )
     if isinstance(found, Finding):
         return found
@@ -264,6 +265,7 @@ MAX_LATE_SHARE = 0.10  # of the step; the profiler alone makes a few percent
 MAX_CALLING_SHARE = 0.30  # of a CPU's step in short stretches: a small model has no less
 STACKS = "--pytorch-profiler-collect-callstack"
 MUCH = 0.5  # of the host's lateness
+MAX_IN_THREAD = 0.5  # of a step, that a thread can do beside the rest
 LARGER_OPERATORS = Remedy(
     "give each operator more to do: a larger --micro-batch-size, or --torch-compile",
     ("--micro-batch-size", "--torch-compile"),
@@ -397,6 +399,8 @@ def _find_in_places(facts: Facts, one: RankFacts, most_ms: float) -> Finding | O
         advice = f"{STACKS} names the function; {advice}"
         flags = (STACKS,)
     text = f"Python runs for a millisecond or longer without an operator: {one.of_step(seen_ms)}"
+    # a thread that needs longer than the rest of the step would be the step
+    edit = _move_python_work(notable) if one.share(seen_ms) < MAX_IN_THREAD else None
     return find_lost_time(
         one,
         cost,
@@ -407,7 +411,7 @@ def _find_in_places(facts: Facts, one: RankFacts, most_ms: float) -> Finding | O
         flags=flags,
         certain=False,
         at_least=MAX_LATE_SHARE,
-        edit=_move_python_work(notable),
+        edit=edit,
     )
 
 
@@ -632,7 +636,8 @@ def find_gc_pauses(facts: Facts, one: RankFacts) -> Finding | Observation:
     advice = remedy.advice
     if one.per_step(collections) >= MANY_COLLECTIONS:
         advice += "; gc.freeze() once the model is built, and a higher gc.set_threshold"
-    return find_lost_time(one, cost, text, advice, flags=remedy.flags, cheap=True)
+    edit = Edit("collect garbage in rare steps", partial(leave_out_named, cause="garbage_collector"))
+    return find_lost_time(one, cost, text, advice, flags=remedy.flags, cheap=True, edit=edit)
 
 
 def _advise_on_collections(facts: Facts) -> Remedy:
@@ -676,6 +681,7 @@ def find_allocator_stalls(facts: Facts, one: RankFacts) -> Finding | Observation
         row=first,
         flags=(EXPANDABLE_SEGMENTS,),
         cheap=True,
+        edit=Edit("keep memory instead of taking it in steps", partial(leave_out_named, cause="allocator")),
     )
 
 

@@ -1,6 +1,9 @@
 """Ranks that come late in turns or at times, and ranks that do not call the same collectives."""
 
+from functools import partial
+
 from megatron_lite.analysis.findings.base import (
+    Edit,
     Evidence,
     Finding,
     Observation,
@@ -13,6 +16,7 @@ from megatron_lite.analysis.findings.base import (
     told_by,
 )
 from megatron_lite.analysis.findings.communication_rules import look_at_ranks
+from megatron_lite.analysis.graph.edits.straggler import level_late_steps
 from megatron_lite.analysis.rank_facts import MATTERS, in_ms
 from megatron_lite.analysis.ranks.from_run import find_imbalance_by_lines, find_straggler_by_medians
 from megatron_lite.analysis.ranks.imbalance import MIN_TAIL_STEPS
@@ -59,7 +63,8 @@ def find_late_in_turns(facts: Facts) -> Finding | Observation:
         "give ranks equal work in each step: batches of equal numbers of tokens, uneven work on all in the same step"
     )
     certain = bool(found.computes) and not seen[3:]
-    return build_time_finding(found.lost_ms, seen, advice, (), certain)
+    edit = _level_late_ranks(facts, found, "give ranks equal work in each step")
+    return build_time_finding(found.lost_ms, seen, advice, (), certain, edit=edit)
 
 
 @rule("late-at-times", "rank that comes late in some steps", "ranks", "collectives")
@@ -96,7 +101,25 @@ def find_late_at_times(facts: Facts) -> Finding | Observation:
         "do it on all ranks at once, overlapped with compute, or less often"
     )
     certain = bool(found.computes) and not seen[2:]
-    return build_time_finding(found.lost_ms, seen, advice, (), certain, found.rank)
+    edit = _level_late_ranks(facts, found, f"keep rank {found.rank} at the others' pace in all steps")
+    return build_time_finding(found.lost_ms, seen, advice, (), certain, found.rank, edit)
+
+
+def _level_late_ranks(facts: Facts, found: Imbalance, change: str) -> Edit | None:
+    """Build the edit of late ranks at the others' pace; None where traces of several ranks do not show them.
+
+    Args:
+        facts: the run.
+        found: who is late.
+        change: what is done to the program.
+    """
+    places = [facts.find_graph_place(rank) for rank, _ in found.ranks]
+    if found.rank is not None:
+        places = [facts.find_graph_place(found.rank)]
+    known = [place for place in places if place is not None]
+    if len(facts.graph_ranks) < 2 or not known:
+        return None
+    return Edit(change, partial(level_late_steps, ranks=known))
 
 
 @rule("collective-order", "ranks that do not call the same collectives", "collectives", "ranks")

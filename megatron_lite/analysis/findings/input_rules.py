@@ -18,7 +18,6 @@ from megatron_lite.analysis.findings.base import (
     Remedy,
     build_time_finding,
     could_not_look,
-    drop_sites,
     find_lost_time,
     rule,
     saw,
@@ -26,6 +25,7 @@ from megatron_lite.analysis.findings.base import (
     tell_more,
 )
 from megatron_lite.analysis.findings.saved_states import find_saving_copies
+from megatron_lite.analysis.findings.sync_edits import drop_sites
 from megatron_lite.analysis.graph.edits.loader import speed_up_loader, use_workers
 from megatron_lite.analysis.graph.host_lanes import FROM_WORKERS
 from megatron_lite.analysis.intervals import Integers
@@ -306,7 +306,9 @@ def find_unpinned_copies(facts: Facts, one: RankFacts) -> Finding | Observation:
         f"{in_ms(stalled_ms)} idle after the host's wait; {one.of_step(cost)}"
     )
     advice = "pin host memory (DataLoader(pin_memory=True)) and copy with .to(device, non_blocking=True)"
-    edit = drop_sites("copy batches without waiting", stalls) if stalls else None
+    # how long copies from pinned memory take is not known
+    is_of_waits = stalled_ms > exposed_ms or one.share(exposed_ms) < MATTERS
+    edit = drop_sites(facts, "copy batches without waiting", stalls) if stalls and is_of_waits else None
     found = find_lost_time(one, cost, text, advice, row=rows[0], cheap=True, edit=edit)
     return found if isinstance(found, Finding) else _look_at_batch_copies(one)
 

@@ -1,12 +1,15 @@
 """Operators that compute or move more than they need."""
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from megatron_lite.analysis.findings.base import (
     MAX_SHOWN,
+    Edit,
     Evidence,
     Finding,
     Observation,
@@ -19,9 +22,10 @@ from megatron_lite.analysis.findings.base import (
     saw_wrong,
     tell_more,
 )
+from megatron_lite.analysis.findings.kernel_edits import ShortenedKernels, shorten_kernels
 from megatron_lite.analysis.findings.update_rules import OPTIMIZER_PHASE, find_unfused_optimizer
 from megatron_lite.analysis.intervals import Integers
-from megatron_lite.analysis.kernels.kernel_results import Role
+from megatron_lite.analysis.kernels.kernel_results import KernelRow, Role
 from megatron_lite.analysis.rank_facts import RankFacts, in_ms
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.trace.columns import Kind
@@ -330,8 +334,50 @@ def find_unfused_elementwise(facts: Facts, one: RankFacts) -> Finding | Observat
         flags=("--torch-compile",),
         certain=False,
         at_least=MAX_ELEMENTWISE_SHARE,
+        edit=_join_chains(facts, rows),
     )
     return tell_more(found, look)
+
+
+def _join_chains(facts: Facts, kernels: Sequence[KernelRow]) -> Edit:
+    """Build the edit of elementwise kernels that become one where they follow each other on a stream.
+
+    The longest of a chain is left: it reads and writes memory at the rate at which it did.
+
+    Args:
+        facts: the run.
+        kernels: those that a compiler joins.
+    """
+    names = frozenset(kernel.name for kernel in kernels)
+    return shorten_kernels(facts, "compile chains of elementwise kernels", partial(_choose_chained, names=names))
+
+
+def _choose_chained(rank: RankFacts, names: Collection[str]) -> ShortenedKernels:
+    """Choose the kernels of chains: all time of the longest of each is left, of the others nothing.
+
+    Those of the update, which no compiler of layers joins, stay as they are.
+
+    Args:
+        rank: the rank.
+        names: of the kernels.
+    """
+    events = rank.trace.events
+    rows = rank.in_steady_steps(rank.trace.device_rows)
+    rows = rows[np.lexsort((events.start_ns[rows], events.stream[rows], events.device[rows]))]
+    phase = rank.placing.phase[rows]
+    of_update = [number for number, name in enumerate(rank.placing.phases) if OPTIMIZER_PHASE.match(name)]
+    is_named = rank.trace.passing(names.__contains__, Kind.KERNEL)[events.name[rows]]
+    is_link = is_named & ~np.isin(phase, of_update)
+    lane = np.stack([events.device[rows], events.stream[rows], phase])
+    is_next = (lane[:, 1:] == lane[:, :-1]).all(axis=0)
+    goes_on = is_link[1:] & is_link[:-1] & is_next
+    chain = np.cumsum(np.concatenate(([True], ~goes_on)))[is_link]
+    links = rows[is_link]
+    longest_first = np.lexsort((-rank.trace.lengths_ns(links), chain))
+    _, firsts = np.unique(chain[longest_first], return_index=True)
+    kept = np.zeros(len(links))
+    kept[longest_first[firsts]] = 1.0
+    return ShortenedKernels(links, kept)
 
 
 def _look_at_elementwise(one: RankFacts) -> Observation:

@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,8 +24,7 @@ from megatron_lite.analysis.findings.base import (
     saw,
     saw_wrong,
 )
-from megatron_lite.analysis.graph.edits.kernels import limit_kernels
-from megatron_lite.analysis.intervals import Integers, Numbers
+from megatron_lite.analysis.findings.kernel_edits import ShortenedKernels, shorten_kernels
 from megatron_lite.analysis.kernels.kernel_results import MATRIX_ROLES, KernelRow, Role, RooflineRow, TensorCores
 from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.run_facts import Facts
@@ -201,7 +200,7 @@ def find_fp32_products(facts: Facts, one: RankFacts) -> Finding | Observation:
     gain_ms = _bound_gain(one, ms, precision)
     edit = None
     if gain_ms is not None and one.time.on_gpu:
-        edit = _multiply_in(facts, one, precision, rows, kept=1 - gain_ms / taken_ms)
+        edit = _multiply_in(facts, precision, rows, kept=1 - gain_ms / taken_ms)
     return Finding(
         cost_ms=ms if gain_ms is None else gain_ms,
         gain_ms=gain_ms,
@@ -250,46 +249,25 @@ def _bound_gain(one: RankFacts, ms: float, precision: str) -> float | None:
 
 def _multiply_in(
     facts: Facts,
-    one: RankFacts,
     precision: str,
     products: Sequence[KernelRow],
     kept: float,
-) -> Edit | None:
+) -> Edit:
     """Build the edit of products in 16 bits.
 
     Args:
         facts: the run.
-        one: the rank that multiplies.
         precision: the 16-bit format.
-        products: its kernels in fp32.
+        products: the kernels in fp32.
         kept: the share of their time that is left.
     """
     names = {product.name for product in products}
-    rows = one.rows_named(names.__contains__, Kind.KERNEL)
-    return _shorten_kernels(facts, one, f"multiply in {precision}", rows, np.full(len(rows), kept))
 
+    def choose(rank: RankFacts) -> ShortenedKernels:
+        rows = rank.rows_named(names.__contains__, Kind.KERNEL)
+        return ShortenedKernels(rows, np.full(len(rows), kept))
 
-def _shorten_kernels(
-    facts: Facts,
-    one: RankFacts,
-    change: str,
-    rows: Integers,
-    kept: Numbers,
-) -> Edit | None:
-    """Build the edit of kernels that take a part of their time; None where the rank is not in the graph.
-
-    Args:
-        facts: the run.
-        one: the rank that runs them.
-        change: what is done to the program.
-        rows: [k], of the trace.
-        kept: [k], the share of each one's time that is left.
-    """
-    place = facts.find_graph_place(one.time.rank)
-    if place is None:
-        return None
-    least_ns = np.rint(one.trace.lengths_ns(rows) * kept).astype(np.int64)
-    return Edit(change, partial(limit_kernels, rank=place, rows=rows, bound_ns=least_ns))
+    return shorten_kernels(facts, f"multiply in {precision}", choose)
 
 
 def _list_fp32_shapes(one: RankFacts) -> list[RooflineRow]:
@@ -468,7 +446,7 @@ def find_below_roofline(facts: Facts, one: RankFacts) -> Finding | Observation:
     remedies = list(_list_faster_ways([part.row for part in low]))
     edit = None
     if one.share(cost) >= MAX_SHARE_ABOVE_FLOOR:
-        edit = _reach_roofline(facts, one, bounded, low)
+        edit = _reach_roofline(facts, bounded, low)
     return find_lost_time(
         one,
         cost,
@@ -494,17 +472,15 @@ class BoundedProduct:
 
 def _reach_roofline(
     facts: Facts,
-    one: RankFacts,
     bounded: Sequence[BoundedProduct],
     low: Sequence[BoundedProduct],
-) -> Edit | None:
+) -> Edit:
     """Build the edit of slow products that reach the hardware's limit.
 
     Kernels of one operator and phase share what their slow shapes lose.
 
     Args:
         facts: the run.
-        one: the rank that multiplies.
         bounded: all products whose least time is known.
         low: those that reach little of the limit.
     """
@@ -514,18 +490,30 @@ def _reach_roofline(
         taken_ms[part.row.operator, part.row.phase] += part.row.ms
     for part in low:
         lost_ms[part.row.operator, part.row.phase] += part.row.ms - part.bound_ms
-    rows = one.in_steady_steps(one.trace.rows[Kind.KERNEL])
-    operator = one.placing.operator[rows]
-    rows = rows[operator >= 0]
-    names = one.trace.events.name[one.placing.operator[rows]]
-    phases = ("", *one.placing.phases)
-    phase_of_row = one.placing.phase[rows] + 1
+    kept_of = {place: 1 - ms / taken_ms[place] for place, ms in lost_ms.items()}
+    choose = partial(_choose_products, kept_of=kept_of)
+    return shorten_kernels(facts, "bring products to the hardware's limit", choose)
+
+
+def _choose_products(rank: RankFacts, kept_of: Mapping[tuple[str, str], float]) -> ShortenedKernels:
+    """Choose the kernels of a rank that reach the hardware's limit.
+
+    Args:
+        rank: the rank.
+        kept_of: by operator and phase, the share of its kernels' time that is left.
+    """
+    rows = rank.in_steady_steps(rank.trace.rows[Kind.KERNEL])
+    rows = rows[rank.placing.operator[rows] >= 0]
+    name_of_row = rank.trace.events.name[rank.placing.operator[rows]]
+    phases = ("", *rank.placing.phases)
+    phase_of_row = rank.placing.phase[rows] + 1
     kept = np.ones(len(rows))
-    for (name, phase), ms in lost_ms.items():
-        is_of_name = names == one.trace.names.index(name)
-        is_in_phase = phase_of_row == phases.index(phase)
-        kept[is_of_name & is_in_phase] = 1 - ms / taken_ms[name, phase]
-    return _shorten_kernels(facts, one, "bring products to the hardware's limit", rows, kept)
+    for (name, phase), share in kept_of.items():
+        if name in rank.trace.names and phase in phases:
+            is_of_name = name_of_row == rank.trace.names.index(name)
+            is_in_phase = phase_of_row == phases.index(phase)
+            kept[is_of_name & is_in_phase] = share
+    return ShortenedKernels(rows, kept)
 
 
 def _list_measured(one: RankFacts) -> list[Evidence]:

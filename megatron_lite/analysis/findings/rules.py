@@ -26,6 +26,7 @@ from megatron_lite.analysis.findings import (
     update_rules,
 )
 from megatron_lite.analysis.findings.base import CheckResult, Evidence, Finding, Observation, Rule, could_not_look, saw
+from megatron_lite.analysis.findings.order import order_findings
 from megatron_lite.analysis.findings.settings import WITHOUT
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.torch_words import in_torch_words, list_torch_words, names_flag
@@ -54,16 +55,6 @@ RULES = {one.code: one for module in MODULES for one in vars(module).values() if
 PAGE_WIDTH = 100
 MIN_COST_MS = 0.005  # per step; less is printed as 0.00 ms
 OF_RECORDING = ("--pytorch-profiler-", "--profile-ranks", "--record-")  # flags that change no run, but show more of it
-# the run fails or computes something wrong: what its steps cost comes second
-BEFORE_COSTS = (
-    memory_rules.find_out_of_memory.code,
-    imbalance_rules.find_collective_order.code,
-    hardware_rules.find_gpu_errors.code,
-)
-# a GPU that is slowed down explains what its rank does, and all others do
-OF_CLOCKS = (hardware_rules.find_slowed_gpu.code,)
-# what takes the cores stands before what the run does with them; of equal cost what the user can change comes first
-OF_CORES = (machine_rules.find_too_many_threads.code, machine_rules.find_busy_machine.code)
 REPORT_BUG = "please report this: it is a bug in megatron_lite"
 REFUSED_WITH_MODEL = ("--torch-compile", "--recompute-")  # beside --model, a model of the user's own
 
@@ -109,9 +100,7 @@ def judge(facts: Facts, gap: Callable[[str], object] | None = None) -> Judgement
         else:
             looks[code] = Observation(CheckResult.FAILED, answer.evidence, answer.advice, code)
             findings.append(_adapt_words(answer, facts))
-    steps = len(facts.critical.time.steps) if facts.critical is not None else 1
-    ordered = sorted(findings, key=lambda one: _rate(one, max(1, steps)))
-    return Judgement(tuple(ordered), looks)
+    return Judgement(order_findings(findings, facts), looks)
 
 
 def _adapt_words(found: Finding, facts: Facts) -> Finding:
@@ -129,20 +118,6 @@ def _rounds_to_nothing(one: Finding) -> bool:
     A finding whose cost is not known, or is of bytes, stays.
     """
     return one.cost_ms is not None and one.cost_ms < MIN_COST_MS and not one.cost_bytes
-
-
-def _rate(one: Finding, steps: int) -> tuple[int, float, int]:
-    """Where a finding stands: what ended the run or makes its results wrong comes first; then hardware that is slowed
-    down, and other jobs on the machine, which make every other cost what it is."""
-    cost_ms = one.cost_ms if one.once_ms is None else one.once_ms / steps
-    order = 3
-    if one.code in BEFORE_COSTS and one.certain:
-        order = 0
-    elif one.code in OF_CLOCKS:
-        order = 1
-    elif one.code in OF_CORES and one.cost_ms is not None:
-        order = 2
-    return order, -(cost_ms or 0.0), -(one.cost_bytes or 0)
 
 
 def _say_without_flags(found: Finding, watched: bool) -> Finding:

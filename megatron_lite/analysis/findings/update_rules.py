@@ -13,7 +13,6 @@ from megatron_lite.analysis.findings.base import (
     Finding,
     Observation,
     Recording,
-    Remedy,
     build_time_finding,
     could_not_look,
     find_lost_time,
@@ -22,8 +21,10 @@ from megatron_lite.analysis.findings.base import (
     saw_nothing,
 )
 from megatron_lite.analysis.findings.settings import WITHOUT
+from megatron_lite.analysis.findings.stall_remedies import advise_on_stalls
 from megatron_lite.analysis.graph.edits.fusion import fuse_update
 from megatron_lite.analysis.graph.edits.left_out import leave_out_phases
+from megatron_lite.analysis.graph.edits.saving import Saving
 from megatron_lite.analysis.graph.graph import Graph
 from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.run.learning import MIN_UPDATES, find_clip_limit, measure_learning
@@ -406,20 +407,13 @@ def find_save_and_eval(facts: Facts, run: Run) -> Finding | Observation:
     if stalled_ms < MATTERS * all_ms:
         text = f"saving and evaluating take {in_ms(stalled_ms)} of {in_ms(all_ms)} of all steps"
         return saw(Evidence(text, STEPS_FILE))
-    saves_ahead = facts.settings.async_save
-    remedies = {SAVE: SAVE_LESS_OFTEN if saves_ahead else SAVE_AHEAD_OR_LESS_OFTEN, EVAL: EVALUATE_LESS}
-    chosen = [remedies[name] for name in stalls_ms]
+    stalls = []
+    for name, total_ms in stalls_ms.items():
+        stop_ns = total_ms * 1e6 / times[name]
+        stalls.append(Saving(stop_ns, every=run.steps / times[name], computing_ns=stop_ns, phase=name))
+    remedy = advise_on_stalls(facts, stalls, training_ns=(all_ms - stalled_ms) * 1e6 / run.steps)
     seen = [_describe_stalls(run, name, times[name], total_ms) for name, total_ms in stalls_ms.items()]
-    advice = f"reduce stalls: {' and '.join(remedy.advice for remedy in chosen)}"
-    flags = tuple(flag for remedy in chosen for flag in remedy.flags)
-    return build_time_finding(stalled_ms / run.steps, seen, advice, flags)
-
-
-SAVE_AHEAD_OR_LESS_OFTEN = Remedy(
-    "write in the background (--async-save) or save less often (--save-interval)", ("--async-save", "--save-interval")
-)
-SAVE_LESS_OFTEN = Remedy("save less often (--save-interval)", ("--save-interval",))
-EVALUATE_LESS = Remedy("evaluate less often (--eval-interval) or on less (--eval-iters)", ("--eval-interval",))
+    return build_time_finding(stalled_ms / run.steps, seen, remedy.advice, remedy.flags, edit=remedy.edit)
 
 
 def _describe_stalls(run: Run, name: str, number: int, total_ms: float) -> Evidence:

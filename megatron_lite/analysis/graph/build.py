@@ -73,6 +73,7 @@ def build_graph(ranks: Sequence[tuple[Trace, Placing]]) -> Graph:
         activities=ordered.activities,
         edges=ordered.edges,
         boundaries=tuple(boundaries),
+        clocks_ns=tuple(one.clock_ns for one in inputs),
         contradicted=ordered.contradicted,
         seen=ordered.seen,
         limits=tuple(limits),

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_lite.analysis.intervals import Flags, Integers
+from megatron_lite.analysis.time.host_names import CAUSES
 
 
 class ActivityKind(enum.IntEnum):
@@ -67,6 +68,7 @@ class Activities:
     phase: NDArray[np.int32]  # [n], index into Graph.phases; -1: none
     name: NDArray[np.int32]  # [n], index into Graph.names; -1: none
     row: Integers  # int64 [n], of the rank's trace: operator, kernel or collective; -1: none
+    cause: NDArray[np.int8]  # [n], of what is NAMED, index into CAUSES; -1: none
     start_ns: Integers  # int64 [n], measured, on the clock of all ranks
     end_ns: Integers  # int64 [n]
     work_ns: Integers  # int64 [n], what it takes once it has begun
@@ -113,6 +115,7 @@ class Graph:
     activities: Activities
     edges: Edges
     boundaries: tuple[Boundary, ...]  # by rank
+    clocks_ns: tuple[int, ...] = ()  # by rank, what was added to the times of its trace
     # edges of each kind that measured times contradict: the source ends after the target starts. They are left out.
     contradicted: Mapping[EdgeKind, int] = field(default_factory=dict)
     seen: Mapping[EdgeKind, int] = field(default_factory=dict)  # edges of each kind, those included
@@ -144,6 +147,11 @@ class Graph:
         if "" in phases:
             numbers.append(-1)
         found: Flags = np.isin(self.activities.phase, numbers)
+        return found
+
+    def find_cause(self, cause: str) -> Flags:
+        """Tell for each activity (bool [n]) whether names tell that it is of a cause, one of CAUSES."""
+        found: Flags = self.activities.cause == CAUSES.index(cause)
         return found
 
     def find_name(self, *names: str) -> Flags:

@@ -152,6 +152,7 @@ def _add_lane(
         phase=one.number_phases(found.phase),
         name=found.name,
         row=found.row,
+        cause=found.cause,
         again_ns=recomputing.within(start_ns, end_ns),
         bucket_ns=filling_buckets.within(start_ns, end_ns),
     )
@@ -234,6 +235,7 @@ class _Described:
     phase: Integers  # index into the placing's phases; -1: none
     name: Integers  # index into Graph.names; -1: none
     row: Integers
+    cause: Integers  # index into CAUSES; -1: none
 
 
 def _describe(
@@ -248,15 +250,16 @@ def _describe(
     row = _find_around(one, operators, middle_ns)
     in_operator = row >= 0
     kind = np.where(in_operator, ActivityKind.OPERATOR, ActivityKind.PYTHON)
-    is_named = one.named.holds(middle_ns)
-    kind = np.where(is_named, ActivityKind.NAMED, kind)
+    cause = one.find_cause(middle_ns)
+    kind = np.where(cause >= 0, ActivityKind.NAMED, kind)
     if thread == one.placing.main_thread:
         is_loading = one.loading.holds(middle_ns)
         kind = np.where(is_loading, ActivityKind.LOADER, kind)
+        cause = np.where(is_loading, -1, cause)
     of_operator = one.placing.phase[row]
     phase = np.where(in_operator, of_operator, one.find_phase_of_range(middle_ns))
     name = one.number_names(row)
-    return _Described(kind, middle_ns, _fill_between(phase), name, row)
+    return _Described(kind, middle_ns, _fill_between(phase), name, row, cause)
 
 
 def _find_around(

@@ -10,7 +10,20 @@ from megatron_lite.analysis.graph.graph import Activities, EdgeKind, Edges, Lane
 from megatron_lite.analysis.intervals import Flags, Integers
 
 ALL_NS = np.iinfo(np.int64).max  # an edge whose lag is all that lies between its ends
-_COLUMNS = ("kind", "lane", "step", "phase", "name", "row", "start_ns", "end_ns", "again_ns", "bucket_ns", "num_bytes")
+_COLUMNS = (
+    "kind",
+    "lane",
+    "step",
+    "phase",
+    "name",
+    "row",
+    "cause",
+    "start_ns",
+    "end_ns",
+    "again_ns",
+    "bucket_ns",
+    "num_bytes",
+)
 _EDGE_COLUMNS = ("source", "target", "kind", "base_ns")
 
 
@@ -44,6 +57,7 @@ class Parts:
         phase: ArrayLike = -1,
         name: ArrayLike = -1,
         row: ArrayLike = -1,
+        cause: ArrayLike = -1,
         again_ns: ArrayLike = 0,
         bucket_ns: ArrayLike = 0,
         num_bytes: ArrayLike = -1,
@@ -59,6 +73,7 @@ class Parts:
             phase: index into Graph.phases; -1 for none.
             name: index into Graph.names; -1 for none.
             row: row of the rank's trace; -1 for none.
+            cause: of what is NAMED, index into CAUSES; -1 for none.
             again_ns: the part that computes forward once more.
             bucket_ns: the part that moves gradients into buckets or back.
             num_bytes: size of a collective; -1 for none.
@@ -67,7 +82,7 @@ class Parts:
             Their numbers: int64 [k].
         """
         given = {"kind": kind, "lane": lane, "step": step, "phase": phase, "name": name, "row": row}
-        given |= {"start_ns": start_ns, "end_ns": end_ns}
+        given |= {"cause": cause, "start_ns": start_ns, "end_ns": end_ns}
         given |= {"again_ns": again_ns, "bucket_ns": bucket_ns, "num_bytes": num_bytes}
         count = len(start_ns)
         for column in _COLUMNS:
@@ -220,6 +235,7 @@ def _build_activities(columns: dict[str, Integers], edges: Edges) -> Activities:
         phase=columns["phase"].astype(np.int32),
         name=columns["name"].astype(np.int32),
         row=columns["row"],
+        cause=columns["cause"].astype(np.int8),
         start_ns=start_ns,
         end_ns=end_ns,
         work_ns=end_ns - start_ns,

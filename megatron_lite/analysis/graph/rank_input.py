@@ -55,6 +55,14 @@ class RankInput:
         covers = [self.activity.covers[cause] for cause in NAMED_WORK]
         return joined(NOTHING, *covers)
 
+    def find_cause(self, moment: Integers) -> Integers:
+        """Find what names tell of what the host does at each moment: int64 [k], index into CAUSES; -1: nothing."""
+        found = np.full(len(moment), -1, np.int64)
+        for cause in NAMED_WORK:
+            is_cause = self.activity.covers[cause].holds(moment)
+            found[is_cause] = CAUSES.index(cause)
+        return found
+
     @cached_property
     def recomputing(self) -> dict[int, Cover]:
         """When each thread that does so computes forward once more, inside backward."""

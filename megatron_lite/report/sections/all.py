@@ -30,7 +30,7 @@ from megatron_lite.report.sections.step import (
 from megatron_lite.report.text import calls, flops, milliseconds, percent, write_evidence
 from megatron_lite.units import count, counted, significant, size
 
-# --- findings, most costly first: what, cost, evidence, what to try, what it can bring at most
+# --- findings, those that save most first: what, cost, evidence, what to try, what it can bring at most
 
 MAX_FULL_FINDINGS = 3  # findings with evidence and advice
 MAX_NAMED_PARTS = 7
@@ -38,7 +38,7 @@ MAX_EVIDENCE = 2  # of the first finding; the others have one
 
 
 def findings_section(report: Report, everything: bool) -> Section | None:
-    """Build the cards of the findings: the most costly ones in full, some more in a line each."""
+    """Build the cards of the findings: the first ones in full, some more in a line each."""
     if not report.facts.ranks_seen and not report.findings:
         return None
     if not report.findings:
@@ -54,6 +54,8 @@ def findings_section(report: Report, everything: bool) -> Section | None:
     elif gains.why_not:
         why_not = report.facts.in_words(gains.why_not)
         blocks.append(Lines([f"savings are maximums that do not add up: {why_not}"], quiet=True))
+    else:
+        subtitle += "; first what saves most"
     more = f"and {hidden} more with --all; " if hidden else ""
     note = f"{more}megatron-lite explain CODE describes a finding and its false alarms"
     blocks.append(Lines([note], quiet=True, is_hint=True))
@@ -81,7 +83,10 @@ def gains_section(report: Report, everything: bool) -> Section | None:
         change = report.facts.in_words(one.change)
         rows.append([str(number), change, one.code, write(one.alone_ms), write(one.ms), write(one.step_ms)])
     table = Table(rows, "rllrrr", ["", "change", "finding", "alone", "saves", "a step"], hidden=hidden)
-    subtitle = f"ms per step of {write(gains.step_ms)}, by replay; each change on top of those before it"
+    step = write(gains.step_ms)
+    if gains.stalls_ms:
+        step += f" ({write(gains.stalls_ms)} of it for saving and evaluating in some)"
+    subtitle = f"ms per step of {step}, by replay; each change on top of those before it"
     return Section("gains", "What to change first", subtitle, [table, Lines(texts, quiet=True)])
 
 
@@ -89,7 +94,7 @@ def _build_card(number: int, finding: Finding, report: Report, everything: bool)
     """Build what is shown of a finding.
 
     Args:
-        number: its place, 1 for the most costly.
+        number: its place, from 1.
         finding: what a rule found.
         report: what the finding is of. A single rank of a job is not named.
         everything: show all evidence, and the advice of every finding.

@@ -18,6 +18,7 @@ from megatron_lite.analysis.graph.edits.buckets import (
 )
 from megatron_lite.analysis.graph.edits.change import set_work
 from megatron_lite.analysis.graph.edits.fusion import fuse_update
+from megatron_lite.analysis.graph.edits.left_out import leave_out_named
 from megatron_lite.analysis.graph.edits.recomputation import drop_recomputation, find_recomputed
 from megatron_lite.analysis.graph.edits.recording import leave_out_recording, measure_recording
 from megatron_lite.analysis.graph.edits.saving import (
@@ -29,6 +30,7 @@ from megatron_lite.analysis.graph.edits.saving import (
     save_in_thread,
 )
 from megatron_lite.analysis.graph.edits.stages import move_layers
+from megatron_lite.analysis.graph.edits.straggler import level_late_steps
 from megatron_lite.analysis.graph.edits.transfers import find_gradient_sums
 from megatron_lite.analysis.graph.graph import ON_HOST, ActivityKind
 from megatron_lite.analysis.graph.recomputation import ENGINE
@@ -301,6 +303,50 @@ def test_layers_of_a_pipeline_move_to_the_other_stage(tmp_path):
     assert step_us(graph) == pytest.approx(1000, rel=0.01)
     assert step_us(move_layers(graph, (3, 1), (2, 2))) == pytest.approx(800, rel=0.02)
     assert step_us(move_layers(graph, (3,), (4,))) == step_us(graph)
+
+
+# --- ranks that are late in turns
+
+
+def make_turn(rank: int) -> MadeTrace:
+    """Each rank computes 600 us in every second step, and 200 in the others; the sum of 100 begins when both have come."""
+    made = MadeTrace(rank, 2, device=None)
+    for number in range(6):
+        at = number * 1000.0
+        computed = at + (602 if number % 2 == rank else 202)
+        made.step(number, at, at + 1000)
+        made.annotation("forward", at + 1, at + 690)
+        made.op("aten::mm", at + 2, computed)
+        made.op("c10d::allreduce_", computed, computed + 7)
+        made.gloo(computed + 4, at + 700)
+        made.annotation("optimizer_step", at + 705, at + 995)
+        made.op("aten::_foreach_add_", at + 710, at + 990)
+    return made
+
+
+def test_ranks_that_are_late_in_turns_at_the_pace_of_the_others(tmp_path):
+    graph = make_graph(tmp_path, make_turn(0), make_turn(1))
+    assert step_us(graph) == pytest.approx(1000, rel=0.01)
+    assert step_us(level_late_steps(graph, (0, 1))) == pytest.approx(600, rel=0.02)
+    # the other one is still late in each second step
+    assert 750 < step_us(level_late_steps(graph, (0,))) < 850
+    assert level_late_steps(graph, ()) is graph
+
+
+# --- work that names tell of
+
+
+def test_without_what_names_tell_of(tmp_path):
+    made = MadeTrace(device=None)
+    for number in range(4):
+        at = number * 1000.0
+        made.step(number, at, at + 1000)
+        made.annotation("forward", at + 1, at + 990)
+        made.op("aten::mm", at + 2, at + 500)
+        made.annotation("Python GC", at + 600, at + 800)
+    graph = make_graph(tmp_path, made)
+    assert step_us(leave_out_named(graph, "garbage_collector")) == pytest.approx(800, rel=0.01)
+    assert step_us(leave_out_named(graph, "save")) == step_us(graph)
 
 
 # --- the profiler's own work

@@ -1,7 +1,7 @@
-"""Checkpoints that stop the steps: at other intervals, or written by a thread.
+"""Checkpoints, and evaluations, that stop the steps: at other intervals, or written by a thread.
 
 The steps that a graph replays are steady ones, which save nothing. What checkpoints add to the mean step stands beside
-them (`Graph.beside_ns`); where every recorded step saves, it is a part of the steps.
+them (`Graph.beside_ns`); where every recorded step saves, it is a part of the steps. Evaluations are alike.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_lite.analysis.graph.edits.change import raise_floor, scale_work
-from megatron_lite.analysis.graph.graph import ON_HOST, Graph
+from megatron_lite.analysis.graph.graph import ON_DEVICE, ON_HOST, Graph
 from megatron_lite.analysis.graph.replay import find_window
 from megatron_lite.analysis.intervals import Flags
 from megatron_lite.analysis.time.time_results import Placing
@@ -24,11 +24,12 @@ MIN_SAVES = 2  # fewer do not tell the interval
 
 @dataclass(frozen=True)
 class Saving:
-    """How a run saves checkpoints."""
+    """How a run saves checkpoints, or evaluates."""
 
     stop_ns: float  # for how long one stops the steps
     every: float  # steps from one to the next
     computing_ns: float  # of stop_ns, what takes a core rather than to wait for a disk; where it is not known all of it
+    phase: str = Phase.SAVE.value  # in which steps do so
 
 
 def read_saving(steps: Sequence[StepRecord]) -> Saving | None:
@@ -112,7 +113,7 @@ def add_saving(
         graph: the graph.
         saving: how the run saves.
     """
-    if _find_inner_saving(graph).any():
+    if _find_inner_saving(graph, saving.phase).any():
         return graph
     return replace(graph, beside_ns=graph.beside_ns + saving.stop_ns / saving.every)
 
@@ -122,7 +123,7 @@ def save_every(
     saving: Saving,
     steps: int,
 ) -> Graph:
-    """Save at another interval. A checkpoint takes what it took.
+    """Save, or evaluate, at another interval. A checkpoint takes what it took.
 
     Args:
         graph: a graph with its checkpoints (`add_saving`).
@@ -165,7 +166,7 @@ def _scale_saving(
         saving: how the run saves.
         factor: 0.5 for half of the time.
     """
-    inner = _find_inner_saving(graph)
+    inner = _find_inner_saving(graph, saving.phase)
     if inner.any():
         return scale_work(graph, inner, factor)
     measured_ns = saving.stop_ns / saving.every
@@ -173,11 +174,16 @@ def _scale_saving(
     return replace(graph, beside_ns=max(graph.beside_ns + changed_ns, 0.0))
 
 
-def _find_inner_saving(graph: Graph) -> Flags:
-    """Tell for each activity (bool [n]) whether it saves, within steps that are replayed."""
+def _find_inner_saving(graph: Graph, phase: str) -> Flags:
+    """Tell for each activity (bool [n]) whether it saves, within steps that are replayed.
+
+    Args:
+        graph: the graph.
+        phase: in which steps save.
+    """
     window = find_window(graph)
     if window is None:
         return np.zeros(len(graph.activities), bool)
-    saves = graph.find_phase(Phase.SAVE.value) & graph.find_kind(*ON_HOST)
+    saves = graph.find_phase(phase) & graph.find_kind(*ON_HOST, *ON_DEVICE)
     found: Flags = saves & window.find_inside(graph)
     return found

@@ -1,12 +1,12 @@
 """Steps without synchronizations of the host with the device."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from megatron_lite.analysis.graph.edits.change import drop_delays, drop_edges, set_lags
 from megatron_lite.analysis.graph.graph import EdgeKind, Graph
-from megatron_lite.analysis.intervals import Flags
+from megatron_lite.analysis.intervals import Flags, Integers
 
 
 def find_resumed(graph: Graph) -> Flags:
@@ -50,6 +50,20 @@ def drop_syncs_of(
     resumed = find_resumed(graph) & ~graph.find_phase(*left_out)
     is_outside = graph.find_phase(*phases) & (graph.activities.name < 0)
     return drop_syncs(graph, resumed & (graph.find_name(*operators) | is_outside))
+
+
+def drop_syncs_ending(graph: Graph, ends_ns: Sequence[Integers]) -> Graph:
+    """Leave out the synchronizations that end at some moments, and what the calls themselves take.
+
+    Args:
+        graph: the graph.
+        ends_ns: of each rank, when calls in which its host waits end, on the clock of its trace.
+    """
+    starts_ns = graph.activities.start_ns
+    is_meant = np.zeros(len(graph.activities), bool)
+    for rank, (ends, clock_ns) in enumerate(zip(ends_ns, graph.clocks_ns)):
+        is_meant |= (graph.rank == rank) & np.isin(starts_ns, ends + clock_ns)
+    return drop_syncs(graph, is_meant & find_resumed(graph))
 
 
 def drop_syncs_in(graph: Graph, phases: Collection[str]) -> Graph:
