@@ -116,6 +116,9 @@ async def run_command(
                         await _listen(process, errors, report)
                 finally:
                     end_processes(process.pid, scratch)
+                    # the package would end it once more, and then say that it does not know the process
+                    with anyio.CancelScope(shield=True):
+                        await process.wait()
         if limit.cancelled_caught:
             raise UserError(
                 f"{command.name}: took more than {limit_s:g} s and was ended; ask about less of it, "
