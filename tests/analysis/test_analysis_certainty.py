@@ -4,6 +4,7 @@ import pytest
 from support.finding_cases import (
     moving,
     on_gpu,
+    reads_states,
     saves_to_the_host,
     waits,
     works_behind_a_wait,
@@ -52,3 +53,10 @@ def test_two_late_steps_of_four_are_likely_at_most(tmp_path):
     assert short.rank == 1 and not short.certain
     long = find(moving([[0, 1200], [0, 0]] * 4), tmp_path / "long")["late-at-times"]
     assert long.rank == 1 and long.certain
+
+
+def test_work_behind_read_states_is_told_once(tmp_path):
+    """Behind 2 ms that save-in-step tells, Python works for 3 ms more: host-gaps has no replay, which would move both."""
+    found = find(reads_states(thinks_us=3_000), tmp_path)
+    assert found["save-in-step"].cost_ms == pytest.approx(2.0, rel=0.02)
+    assert found["host-gaps"].cost_ms == pytest.approx(3.0, rel=0.02) and found["host-gaps"].edit is None

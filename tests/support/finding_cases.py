@@ -209,8 +209,11 @@ def python_works(folder: Path, us: float, name: str | None = None, every: int = 
 
 
 @prepared
-def reads_states(folder: Path, tensors: int = 6, us: float = 2_000, computes: bool = False):
-    """On a CPU: backward adds to 6 gradients; behind 6,000 us of operators tensors are detached, and `us` go by."""
+def reads_states(folder: Path, tensors: int = 6, us: float = 2_000, computes: bool = False, thinks_us: float = 0):
+    """On a CPU: backward adds to 6 gradients; behind 6,000 us of operators tensors are detached, and `us` go by.
+
+    Then an operator computes, and Python works for `thinks_us`.
+    """
     made = MadeTrace(0, 1, device=None)
     at = 0.0
     for index in range(STEPS):
@@ -225,8 +228,9 @@ def reads_states(folder: Path, tensors: int = 6, us: float = 2_000, computes: bo
                 made.op("aten::mul_", began + 18.5, began + 19.5)
         end = at + 6_010 + 20 * tensors + us
         made.op("aten::sum", end, end + 10)
-        made.step(10 + index, at, end + 20)
-        at = end + 20
+        end += thinks_us + 20
+        made.step(10 + index, at, end)
+        at = end
     made.write(folder)
 
 

@@ -399,8 +399,10 @@ def _find_in_places(facts: Facts, one: RankFacts, most_ms: float) -> Finding | O
         advice = f"{STACKS} names the function; {advice}"
         flags = (STACKS,)
     text = f"Python runs for a millisecond or longer without an operator: {one.of_step(seen_ms)}"
-    # a thread that needs longer than the rest of the step would be the step
-    edit = _move_python_work(notable) if one.share(seen_ms) < MAX_IN_THREAD else None
+    # a thread that needs longer than the rest of the step would be the step; and all of a phase would go, with what is
+    # left out here
+    fits = one.share(seen_ms) < MAX_IN_THREAD and not saved_ms
+    edit = _move_python_work(notable) if fits else None
     return find_lost_time(
         one,
         cost,
