@@ -16,7 +16,8 @@ import msgspec
 
 from megatron_lite.errors import UserError
 from megatron_lite.formats.file_names import STEPS_FILE
-from megatron_lite.formats.tune_ledger import KnobSetting, MeasuredRun, Settings
+from megatron_lite.formats.setting import Setting
+from megatron_lite.formats.tune_ledger import MeasuredRun, Settings
 from megatron_lite.formats.watch_request import WatchRequest, encode_request
 from megatron_lite.shared_files import read_foreign
 from megatron_lite.tune.read_measured import read_findings, read_measured
@@ -172,7 +173,7 @@ class VariantRunner:
             first, end = RECORDED_STEPS
             values |= {"--use-pytorch-profiler": "", "--pytorch-profiler-collect-shapes": ""}
             values |= {"--profile-step-start": str(first), "--profile-step-end": str(end)}
-        return tuple(KnobSetting(kind="flag", name=name, value=value) for name, value in values.items())
+        return tuple(Setting(kind="flag", name=name, value=value) for name, value in values.items())
 
     def _limit_run(self) -> float:
         """The seconds that a run may take: what is left of all, but at least a few times as long as others took."""

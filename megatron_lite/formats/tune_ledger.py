@@ -8,27 +8,12 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from megatron_lite.formats.setting import Setting
+
 LEDGER_SCHEMA = 1
 
 
-class KnobSetting(msgspec.Struct, frozen=True, kw_only=True):
-    """A word of the command, or a variable of its environment, as a variant of it has it."""
-
-    # "--num-workers 4"; a variable "OMP_NUM_THREADS=4" before the command; an argument "data.workers=4" behind it
-    kind: Literal["flag", "variable", "argument"]
-    name: str
-    # "" for a flag that takes none; null: the variant runs without it
-    value: str | None
-
-    def __str__(self) -> str:
-        if self.value is None:
-            return f"without {self.name}"
-        if self.kind == "flag":
-            return f"{self.name} {self.value}".strip()
-        return f"{self.name}={self.value}"
-
-
-Settings: TypeAlias = tuple[KnobSetting, ...]
+Settings: TypeAlias = tuple[Setting, ...]
 
 
 def describe_settings(settings: Settings) -> str:

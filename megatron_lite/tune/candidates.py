@@ -4,7 +4,8 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_lite.formats.tune_ledger import KnobSetting, SeenFinding, Settings
+from megatron_lite.formats.setting import Setting
+from megatron_lite.formats.tune_ledger import SeenFinding, Settings
 from megatron_lite.tune.knobs import DeclaredKnob, LossEffect, Target, TrainerKnob, read_trainer_knobs
 from megatron_lite.tune.variant import TunedCommand, add_settings
 
@@ -48,7 +49,7 @@ def _apply_table(
 ) -> Iterator[ProposedChange]:
     """Make a change of a remedy, where the table has all that it sets."""
     table = read_trainer_knobs()
-    change: list[KnobSetting] = []
+    change: list[Setting] = []
     losses = LossEffect.BIT_EQUAL
     for setting in remedy:
         knob = table.get(setting.name)
@@ -65,7 +66,7 @@ def _apply_table(
         yield ProposedChange(finding.code, tuple(change), losses, finding.gain_ms)
 
 
-def _choose(knob: TrainerKnob, setting: KnobSetting, now: str | None) -> KnobSetting | None:
+def _choose(knob: TrainerKnob, setting: Setting, now: str | None) -> Setting | None:
     """Choose the value that a remedy gives to a knob; None where the table has none for it.
 
     Args:
@@ -97,12 +98,12 @@ def _choose(knob: TrainerKnob, setting: KnobSetting, now: str | None) -> KnobSet
     return None
 
 
-def _give(setting: KnobSetting, value: str) -> KnobSetting:
+def _give(setting: Setting, value: str) -> Setting:
     """Give a setting another value."""
-    return KnobSetting(kind=setting.kind, name=setting.name, value=value)
+    return Setting(kind=setting.kind, name=setting.name, value=value)
 
 
-def _get_value(setting: KnobSetting, command: TunedCommand, kept: Settings) -> str | None:
+def _get_value(setting: Setting, command: TunedCommand, kept: Settings) -> str | None:
     """Get the value that a knob has by now; None where it is not given."""
     for one in kept:
         if (one.kind, one.name) == (setting.kind, setting.name):
@@ -110,7 +111,7 @@ def _get_value(setting: KnobSetting, command: TunedCommand, kept: Settings) -> s
     return command.get(setting.kind, setting.name)
 
 
-def _is_set(setting: KnobSetting, command: TunedCommand, kept: Settings) -> bool:
+def _is_set(setting: Setting, command: TunedCommand, kept: Settings) -> bool:
     """Whether a knob has that value already."""
     return _get_value(setting, command, kept) == setting.value
 

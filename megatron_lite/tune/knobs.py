@@ -11,7 +11,7 @@ import msgspec
 import yaml
 
 from megatron_lite.errors import UserError, describe_io_error, first_line
-from megatron_lite.formats.tune_ledger import KnobSetting
+from megatron_lite.formats.setting import Setting
 from megatron_lite.shared_files import read_foreign_text
 
 TABLE = Path(__file__).with_name("trainer_knobs.tsv")
@@ -78,9 +78,9 @@ class DeclaredKnob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Whether it is a flag that takes no value."""
         return self.kind == "flag" and all(isinstance(value, bool) for value in self.values)
 
-    def list_settings(self) -> tuple[KnobSetting, ...]:
+    def list_settings(self) -> tuple[Setting, ...]:
         """List its values as settings, in their order."""
-        return tuple(KnobSetting(kind=self.kind, name=self.name, value=_write(value)) for value in self.values)
+        return tuple(Setting(kind=self.kind, name=self.name, value=_write(value)) for value in self.values)
 
 
 def list_variables(declared: Sequence[DeclaredKnob]) -> list[str]:

@@ -8,13 +8,12 @@ import numpy as np
 
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.findings.base import Finding
-from megatron_lite.analysis.findings.settings import Setting
 from megatron_lite.analysis.intervals import Numbers
 from megatron_lite.analysis.report import Gains
 from megatron_lite.analysis.run.read import read_run
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.errors import UserError
-from megatron_lite.formats.tune_ledger import KnobSetting, MeasuredRun, SeenFinding
+from megatron_lite.formats.tune_ledger import MeasuredRun, SeenFinding
 
 MIN_MEASURED_STEPS = 8  # as many as are averaged
 
@@ -98,15 +97,10 @@ def _get_gain(found: Finding) -> float:
 
 def convert_finding(finding: Finding) -> SeenFinding:
     """Keep of a finding what tuning reads."""
-    remedies = tuple(tuple(_convert(setting) for setting in together) for together in finding.settings)
     return SeenFinding(
-        code=finding.code, title=finding.title, cost_ms=finding.cost_ms, gain_ms=finding.gain_ms, remedies=remedies
+        code=finding.code,
+        title=finding.title,
+        cost_ms=finding.cost_ms,
+        gain_ms=finding.gain_ms,
+        remedies=finding.settings,
     )
-
-
-def _convert(setting: Setting) -> KnobSetting:
-    """Write a finding's setting as one of a command."""
-    value = None if setting.is_left_out else setting.value
-    if setting.is_variable:
-        return KnobSetting(kind="variable", name=setting.name, value=value)
-    return KnobSetting(kind="flag", name=setting.name, value=value)

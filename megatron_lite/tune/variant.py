@@ -4,7 +4,8 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from megatron_lite.formats.tune_ledger import KnobSetting, Settings
+from megatron_lite.formats.setting import Setting
+from megatron_lite.formats.tune_ledger import Settings
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class TunedCommand:
                 found = " ".join(arguments[at + 1 : at + 1 + self._count_values(arguments, at)])
         return found
 
-    def has(self, setting: KnobSetting) -> bool:
+    def has(self, setting: Setting) -> bool:
         """Whether the command has that setting as it is."""
         return self.get(setting.kind, setting.name) == setting.value
 
@@ -75,7 +76,7 @@ class TunedCommand:
         before = ["env", *before] if before else []
         return " ".join([*before, *given, shlex.join(self.write_words(settings))])
 
-    def _set(self, arguments: list[str], setting: KnobSetting) -> list[str]:
+    def _set(self, arguments: list[str], setting: Setting) -> list[str]:
         """Give a flag or an argument its value, in its place where it stands already."""
         kept: list[str] = []
         place = None
@@ -102,7 +103,7 @@ class TunedCommand:
         return 0 if arguments[at + 1].startswith("--") else 1
 
 
-def _write_setting(setting: KnobSetting) -> list[str]:
+def _write_setting(setting: Setting) -> list[str]:
     """Write a flag or an argument that has a value as words of a command."""
     assert setting.value is not None
     if setting.kind == "flag":

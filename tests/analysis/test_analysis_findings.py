@@ -31,7 +31,7 @@ from support.wording import wording
 from megatron_lite.analysis.analyze import analyze
 from megatron_lite.analysis.findings.base import Finding, rule
 from megatron_lite.analysis.findings.rules import RULES, apply_rules, get_page
-from megatron_lite.analysis.findings.settings import Setting, read_settings
+from megatron_lite.analysis.findings.settings import read_settings
 from megatron_lite.analysis.graph.build import build_graph
 from megatron_lite.analysis.graph.replay import replay
 from megatron_lite.analysis.kernels.kernel_results import TensorCores
@@ -76,7 +76,9 @@ def test_the_cause_is_found(tmp_path, code, write):
     said = " | ".join([one.advice, *(piece.text for piece in one.evidence)])
     assert "nan" not in said.lower().split()
     settings = [setting for together in one.settings for setting in together]
-    assert all(setting.name.isupper() if setting.is_variable else setting.name in TRAINER_FLAGS for setting in settings)
+    assert all(
+        setting.name.isupper() if setting.kind == "variable" else setting.name in TRAINER_FLAGS for setting in settings
+    )
     assert len(one.settings) >= len(one.flags)
     if write is CASES[code][0]:
         assert (one.edit is not None) == (code in EDITED)
@@ -88,20 +90,23 @@ def test_the_cause_is_found(tmp_path, code, write):
 @pytest.mark.parametrize(
     ("flag", "settings"),
     [
-        ("--num-workers 4", [Setting("--num-workers", "4")]),
-        ("--num-workers N", [Setting("--num-workers")]),
-        ("--async-save", [Setting("--async-save")]),
-        ("--profile-ranks -1", [Setting("--profile-ranks", "-1")]),
-        ("without --log-params-norm", [Setting("--log-params-norm", is_left_out=True)]),
-        ("--manual-gc --manual-gc-interval 100", [Setting("--manual-gc"), Setting("--manual-gc-interval", "100")]),
-        ("--pipeline-model-parallel-layout 'Et|tL'", [Setting("--pipeline-model-parallel-layout", "Et|tL")]),
-        ("OMP_NUM_THREADS=2", [Setting("OMP_NUM_THREADS", "2")]),
-        ("TORCHINDUCTOR_CACHE_DIR", [Setting("TORCHINDUCTOR_CACHE_DIR")]),
-        ("PYTORCH_CUDA_ALLOC_CONF=a:True,b:1", [Setting("PYTORCH_CUDA_ALLOC_CONF", "a:True,b:1")]),
+        ("--num-workers 4", [("flag", "--num-workers", "4")]),
+        ("--num-workers N", [("flag", "--num-workers", "")]),
+        ("--async-save", [("flag", "--async-save", "")]),
+        ("--profile-ranks -1", [("flag", "--profile-ranks", "-1")]),
+        ("without --log-params-norm", [("flag", "--log-params-norm", None)]),
+        (
+            "--manual-gc --manual-gc-interval 100",
+            [("flag", "--manual-gc", ""), ("flag", "--manual-gc-interval", "100")],
+        ),
+        ("--pipeline-model-parallel-layout 'Et|tL'", [("flag", "--pipeline-model-parallel-layout", "Et|tL")]),
+        ("OMP_NUM_THREADS=2", [("variable", "OMP_NUM_THREADS", "2")]),
+        ("TORCHINDUCTOR_CACHE_DIR", [("variable", "TORCHINDUCTOR_CACHE_DIR", "")]),
+        ("PYTORCH_CUDA_ALLOC_CONF=a:True,b:1", [("variable", "PYTORCH_CUDA_ALLOC_CONF", "a:True,b:1")]),
     ],
 )
 def test_what_a_flag_sets_is_read(flag, settings):
-    assert list(read_settings(flag)) == settings
+    assert [(one.kind, one.name, one.value) for one in read_settings(flag)] == settings
 
 
 def check_gain(one: Finding, report: Report) -> None:

@@ -5,19 +5,20 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from megatron_lite.formats.tune_ledger import KnobSetting, MeasuredRun, SeenFinding, Settings, describe_settings
+from megatron_lite.formats.setting import Setting
+from megatron_lite.formats.tune_ledger import MeasuredRun, SeenFinding, Settings, describe_settings
 from megatron_lite.tune.variant import TunedCommand
 
 WORDS = ("python", "pretrain_gpt.py", "--num-workers", "0", "--micro-batch-size", "1", "--log-interval", "1")
 LOSSES = tuple(3.0 - 0.01 * at for at in range(20))
 
 
-def flag(name: str, value: str | None = "") -> KnobSetting:
-    return KnobSetting(kind="flag", name=name, value=value)
+def flag(name: str, value: str | None = "") -> Setting:
+    return Setting(kind="flag", name=name, value=value)
 
 
-def variable(name: str, value: str | None) -> KnobSetting:
-    return KnobSetting(kind="variable", name=name, value=value)
+def variable(name: str, value: str | None) -> Setting:
+    return Setting(kind="variable", name=name, value=value)
 
 
 def trainer(*words: str, **environment: str) -> TunedCommand:

@@ -10,7 +10,7 @@ from megatron_lite.cli.tune import read_tuned_command
 from megatron_lite.config.args import Args
 from megatron_lite.config.flags import list_flags
 from megatron_lite.errors import UserError
-from megatron_lite.formats.tune_ledger import KnobSetting
+from megatron_lite.formats.setting import Setting
 from megatron_lite.tune.candidates import list_candidates
 from megatron_lite.tune.knobs import NO_KNOBS, LossEffect, Target, read_knobs, read_trainer_knobs
 
@@ -85,8 +85,8 @@ def test_a_remedy_becomes_a_change(command, remedy, change):
         ("x", flag("--fast"), "x --fast"),
         ("--a 1 --b --a 3", flag("--a", "2"), "--b --a 2"),
         ("--a -1 --b", flag("--a", "2"), "--a 2 --b"),
-        ("d.w=1 z", KnobSetting(kind="argument", name="d.w", value="2"), "d.w=2 z"),
-        ("z", KnobSetting(kind="argument", name="d.w", value="2"), "z d.w=2"),
+        ("d.w=1 z", Setting(kind="argument", name="d.w", value="2"), "d.w=2 z"),
+        ("z", Setting(kind="argument", name="d.w", value="2"), "z d.w=2"),
         ("--a 1", variable("N", "2"), "--a 1"),
     ],
 )

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field, replace
 from inspect import cleandoc
 from typing import Literal
 
-from megatron_lite.analysis.findings.settings import Setting, read_settings
+from megatron_lite.analysis.findings.settings import read_settings
 from megatron_lite.analysis.graph.graph import Graph
 from megatron_lite.analysis.memory.memory_results import Snapshot
 from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.trace.columns import Kind
+from megatron_lite.formats.setting import Setting
 from megatron_lite.phases import Phase
 from megatron_lite.units import counted
 

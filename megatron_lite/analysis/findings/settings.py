@@ -2,29 +2,16 @@
 
 import re
 import shlex
-from dataclasses import dataclass
+
+from megatron_lite.formats.setting import Setting
 
 WITHOUT = "without "  # before a flag that the remedy leaves out
 VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*(=|$)")
 OPEN_VALUES = ("N", "M")  # stand for a value that the user chooses
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A flag of the trainer, or a variable of the environment, as a remedy has it."""
-
-    name: str  # "--num-workers", "OMP_NUM_THREADS"
-    value: str = ""  # "4"; "" for a flag that takes none, and where the user has to choose the value
-    is_left_out: bool = False  # the remedy is to run without it
-
-    @property
-    def is_variable(self) -> bool:
-        """Whether it is a variable of the environment."""
-        return not self.name.startswith("-")
-
-
 def read_settings(words: str) -> tuple[Setting, ...]:
-    """Read what is set together by a finding's flag.
+    """Read what is set together by a finding's flag: flags of the trainer, and variables of the environment.
 
     Args:
         words: the flag as findings name it: "--num-workers 4", "--manual-gc --manual-gc-interval 100",
@@ -42,4 +29,8 @@ def read_settings(words: str) -> tuple[Setting, ...]:
             values[name] = [value] if value else []
         elif word not in OPEN_VALUES:
             values.setdefault(names[-1], []).append(word)
-    return tuple(Setting(name, " ".join(values.get(name, [])), is_left_out) for name in names)
+    return tuple(_build_setting(name, None if is_left_out else " ".join(values.get(name, []))) for name in names)
+
+
+def _build_setting(name: str, value: str | None) -> Setting:
+    return Setting(kind="flag" if name.startswith("-") else "variable", name=name, value=value)
