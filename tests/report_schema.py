@@ -21,6 +21,7 @@ from megatron_lite.analysis.findings.base import Finding
 from megatron_lite.analysis.findings.check_case import Check
 from megatron_lite.analysis.kernels.kernel_results import RankKernels
 from megatron_lite.analysis.memory.memory_results import MeasuredCategory, Snapshot, TraceMemory
+from megatron_lite.analysis.rank_facts import EventPlace
 from megatron_lite.analysis.ranks.rank_results import RankComparison
 from megatron_lite.analysis.report import REPORT_SCHEMA, Gains, Verdict
 from megatron_lite.analysis.run.every_step import EveryStep
@@ -127,9 +128,8 @@ class Definitions:
         if origin in (typing.Union, types.UnionType):
             found = [self.describe_type(one) for one in given]
             if all(set(one) == {"type"} for one in found):
-                return {
-                    "type": list(dict.fromkeys(word for one in found for word in np.atleast_1d(one["type"]).tolist()))
-                }
+                words = list(dict.fromkeys(word for one in found for word in np.atleast_1d(one["type"]).tolist()))
+                return {"type": words if len(words) > 1 else words[0]}
             return {"anyOf": found}
         if origin in (dict, collections.abc.Mapping):
             return {"type": "object", "additionalProperties": self.describe_type(given[1], of_one_line)}
@@ -147,6 +147,8 @@ class Definitions:
             return {"type": ["number", "null"]}
         if kind is Any:
             return {}
+        if kind is EventPlace:
+            return {"type": "string"}
         if is_record(kind):
             return self.refer(kind)
         if issubclass(kind, enum.Enum):

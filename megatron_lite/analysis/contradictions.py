@@ -192,7 +192,7 @@ def limit_certainty(findings: Sequence[Finding], confidence: str) -> tuple[Findi
 
 def rests_on_run_only(evidence: Sequence[Evidence]) -> bool:
     """Tell whether all evidence comes from the run's own records."""
-    return all(piece.where.endswith((RUN_FILE, STEPS_FILE)) for piece in evidence)
+    return all(str(piece.where).endswith((RUN_FILE, STEPS_FILE)) for piece in evidence)
 
 
 def _steady_calls(one: RankFacts) -> Integers:

@@ -38,25 +38,16 @@ def in_ms(ms: float) -> str:
     return f"{ms:,.1f} ms" if abs(ms) >= 1 else f"{significant(ms, 2)} ms"
 
 
-class EventPlace(str):
+@dataclass(frozen=True)
+class EventPlace:
     """Where an event is: words for people, and the event itself for programs."""
 
-    source: str = ""  # the trace, by its name
-    row: int | None = None  # of the trace; None: the words name the rank only
+    words: str  # "rank 0, ProfilerStep#12 at 1,204.3 ms"
+    source: str  # the trace, by its name
+    row: int | None = None  # of the trace's events; None: the words name the rank only
 
-
-def make_event_place(words: str, source: str, row: int | None) -> EventPlace:
-    """Make a place of its words.
-
-    Args:
-        words: what people read.
-        source: the trace, by its name.
-        row: of the trace's events; None: none is meant.
-    """
-    place = EventPlace(words)
-    place.source = source
-    place.row = row
-    return place
+    def __str__(self) -> str:
+        return self.words
 
 
 @dataclass(frozen=True)
@@ -86,12 +77,12 @@ class RankFacts:
         rank = self.time.rank
         words = self.trace.source if rank is None else f"rank {rank}"
         if row is None:
-            return make_event_place(words, self.trace.source, None)
+            return EventPlace(words, self.trace.source, None)
         index = int(self.placing.step[row])
         if 0 <= index < len(self.time.steps):
             words += f", {self.time.steps[index].name}"
         start_ms = self.trace.events.start_ns[row] / 1e6
-        return make_event_place(f"{words} at {start_ms:,.1f} ms", self.trace.source, int(row))
+        return EventPlace(f"{words} at {start_ms:,.1f} ms", self.trace.source, int(row))
 
     # --- rows of the steady steps
 

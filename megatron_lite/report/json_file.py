@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_lite.analysis.findings.base import Finding
 from megatron_lite.analysis.memory.memory_results import MeasuredCategory
-from megatron_lite.analysis.rank_facts import RankFacts
+from megatron_lite.analysis.rank_facts import EventPlace, RankFacts
 from megatron_lite.analysis.report import REPORT_SCHEMA, Report
 from megatron_lite.analysis.run.run_results import RankLines, RankMedians, Run, Steps
 from megatron_lite.analysis.run_facts import Compared
@@ -178,6 +178,9 @@ def plain(value: Any, short: bool = False) -> Any:
         return value
     if kind is float:
         return value if math.isfinite(value) else None
+    if kind is EventPlace:
+        # programs get the words, too
+        return value.words
     if names := _list_fields(kind):
         value = {name: getattr(value, name) for name in names}
     if isinstance(value, dict):
@@ -194,9 +197,6 @@ def plain(value: Any, short: bool = False) -> Any:
         return [plain(item) for item in value]
     if isinstance(value, (np.ndarray, np.generic)):
         return plain(value.tolist())
-    if isinstance(value, str):
-        # a place knows more than its words, and encoders want plain ones
-        return str(value)
     return value if isinstance(value, LEAVES) else str(value)
 
 

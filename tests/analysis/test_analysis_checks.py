@@ -234,7 +234,7 @@ def told(check: Check) -> str:
 
 
 def is_well_formed(check: Check):
-    assert all(one.text and "\n" not in one.text + one.where for one in check.evidence)
+    assert all(one.text and "\n" not in f"{one.text}{one.where}" for one in check.evidence)
     assert "nan" not in told(check).lower().split() and "failed (" not in told(check)
     assert check.evidence or check.answer is NOT_VISIBLE
     assert bool(check.remedy) == (check.answer is not PASS) and "\n" not in check.remedy
@@ -244,7 +244,7 @@ def is_well_formed(check: Check):
 @pytest.mark.parametrize("code", RULES)
 def test_a_rule_that_finds_nothing_says_what_it_saw_or_lacks(code):
     look = report_of(CASES[code][1]).looks[code]
-    assert all(one.text and "\n" not in one.text + one.where for one in look.evidence)
+    assert all(one.text and "\n" not in f"{one.text}{one.where}" for one in look.evidence)
     assert look.evidence or look.outcome is NOT_VISIBLE and look.remedy
     assert bool(look.remedy) == (look.outcome is not PASS)
     assert judge(NOTHING).looks[code].outcome is NOT_VISIBLE

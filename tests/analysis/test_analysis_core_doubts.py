@@ -82,7 +82,7 @@ def test_a_rank_that_had_no_core_is_no_straggler(tmp_path):
     assert report.verdict.word is VerdictWord.BUSY_MACHINE and report.verdict.confidence == "low"
     assert report.findings[0].code == "busy-machine"
     assert "straggler" not in [one.code for one in report.findings]
-    assert report.findings[0].evidence[0].where.startswith("host_rank1.")
+    assert str(report.findings[0].evidence[0].where).startswith("host_rank1.")
 
 
 def test_waiting_for_a_core_must_not_explain_the_lateness(tmp_path):

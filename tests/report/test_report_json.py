@@ -10,7 +10,7 @@ from support import report_cases as cases
 from support.report_schemas import validators
 from support.run_maker import folder, ranks, step
 
-from megatron_lite.analysis.rank_facts import make_event_place
+from megatron_lite.analysis.rank_facts import EventPlace
 from megatron_lite.analysis.report import REPORT_SCHEMA
 from megatron_lite.analysis.run.read import read_run
 from megatron_lite.report.json_file import as_json, json_text, plain, ranks_text
@@ -99,7 +99,6 @@ def test_reports_fulfil_the_schema_and_have_no_key_that_it_does_not_describe(tmp
 
 
 def test_a_place_is_written_as_its_words():
-    place = make_event_place("rank 0", "rank0.json", 3)
-    assert (place.source, place.row) == ("rank0.json", 3)
+    place = EventPlace("rank 0", "rank0.json", 3)
     assert plain({"where": place}) == {"where": "rank 0"}
     assert type(plain(place)) is str

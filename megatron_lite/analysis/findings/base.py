@@ -9,7 +9,7 @@ from typing import Literal
 from megatron_lite.analysis.findings.settings import read_settings
 from megatron_lite.analysis.graph.graph import Graph
 from megatron_lite.analysis.memory.memory_results import Snapshot
-from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts
+from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, EventPlace, RankFacts
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.analysis.trace.columns import Kind
 from megatron_lite.formats.setting import Setting
@@ -54,7 +54,7 @@ class Evidence:
     """A thing that was seen, where, and how it was measured."""
 
     text: str  # one line, numbers with units
-    where: str = ""  # "rank 0, step 12, stream 7 at 1,204.3 ms", a source line, a file
+    where: EventPlace | str = ""  # "rank 0, step 12, stream 7 at 1,204.3 ms", a source line, a file
 
 
 @dataclass(frozen=True)

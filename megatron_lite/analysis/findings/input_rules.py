@@ -29,7 +29,7 @@ from megatron_lite.analysis.findings.sync_edits import drop_sites
 from megatron_lite.analysis.graph.edits.loader import speed_up_loader, use_workers
 from megatron_lite.analysis.graph.host_lanes import FROM_WORKERS
 from megatron_lite.analysis.intervals import Integers
-from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts, in_ms
+from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, EventPlace, RankFacts, in_ms
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.run_facts import Facts, measure_ordinary
 from megatron_lite.analysis.time.find_phases import TO_DEVICE as TO_GPU
@@ -51,7 +51,7 @@ class LoaderWait:
     busy_ms: float  # the rest of the step
     loading_ms: float | None  # host time in the loader, hidden or not
     text: str
-    where: str
+    where: EventPlace | str
     rank: int | None
     loaders: tuple[str, ...] = ()  # by name: "NVIDIA DALI"
 

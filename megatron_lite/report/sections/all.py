@@ -103,7 +103,7 @@ def _build_card(number: int, finding: Finding, report: Report, everything: bool)
     title = finding.title if finding.certain else f"likely: {finding.title}"
     if finding.rank is not None and not has_one_rank:
         title += f" (rank {finding.rank})"
-    evidence = [write_evidence(one.text, one.where, has_one_rank) for one in finding.evidence]
+    evidence = [write_evidence(one.text, str(one.where), has_one_rank) for one in finding.evidence]
     if not everything:
         limit = MAX_EVIDENCE if number == 1 else 1
         evidence = evidence[:limit]

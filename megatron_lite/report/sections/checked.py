@@ -51,7 +51,7 @@ def _build_card(check: Check, has_one_rank: bool, in_full: bool, everything: boo
     reasons = []
     for one in shown:
         # a line has no room for the place
-        where = one.where if in_full else ""
+        where = str(one.where) if in_full else ""
         reasons.append(write_evidence(one.text, where, has_one_rank))
     return CheckCard(
         number=check.number,
