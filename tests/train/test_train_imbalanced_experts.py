@@ -7,7 +7,7 @@ from support.launch import flags, pretrain, steps
 from support.paths import TESTS
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_lite.analysis.findings.rules import OF_CORES
+from megatron_lite.analysis.findings.order import OF_CORES
 
 EXPERTS = (
     "--hidden-size 128 --ffn-hidden-size 512 --seq-length 64 --max-position-embeddings 64 --num-experts 4 "
@@ -16,6 +16,8 @@ EXPERTS = (
     "--train-iters 16 --log-interval 4 --profile --use-pytorch-profiler --profile-ranks -1 --profile-step-start 12 "
     "--profile-step-end 14"
 )
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
