@@ -63,6 +63,16 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line(f"tests/wording.json: {len(found)} sentences written: {', '.join(sorted(found))}")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Collect tests without looking for garbage: of modules and tests there is none, and each look walks all of them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_modifyitems(items):
     """Long files first: where files are dealt out to processes, one that comes last keeps a single process busy.
 
