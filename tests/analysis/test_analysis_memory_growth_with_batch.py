@@ -31,7 +31,9 @@ def walk(tmp_path, kind: str, micro_batch: int) -> Snapshot:
     return read_snapshot(path)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in ("plain", "recomputed") else pytest.mark.slow) for kind in KINDS]
+)
 def test_the_peak_of_twice_the_micro_batch_is_not_above_what_a_snapshot_foretells(tmp_path, kind):
     one, twice = walk(tmp_path, kind, 2), walk(tmp_path, kind, 4)
     foretold = one.peak_bytes + one.grows_bytes

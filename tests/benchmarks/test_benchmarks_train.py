@@ -120,6 +120,7 @@ def test_goals_are_over_the_fastest_nanogpt(tmp_path):
     assert collect_ratios(found[:1], results, work, 1) == [] and summary.describe_ratios([]) == []
 
 
+@pytest.mark.slow
 def test_a_ceiling_is_measured():
     assert 1e-6 < ceiling_tflops(read_flags(TINY)[0], threads=1, seconds=0.1) < 1e4
 

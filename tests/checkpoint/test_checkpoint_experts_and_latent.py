@@ -26,13 +26,16 @@ VARIANTS |= {f"further tokens, {name}": (MULTI_TOKEN_VARIANTS[name], "") for nam
 VARIANTS |= {f"latent attention, {name}": (LATENT_VARIANTS[name], words) for name, words in LATENT.items()}
 # in 16 bits all variants have the same masters and moments: one of a kind is enough but for the slow tests
 IN_16_BITS = ("experts, deepseek", "further tokens, untied", "latent attention, yarn")
+# in 32 bits, of variants that differ in a flag of their kind
+ONLY_SLOW = ("experts, qwen", "latent attention, gpt", "latent attention, queries of hidden states")
 
 
 def cross_precisions(variants: Iterable[str]) -> list:
     """Each variant with both precisions."""
     slow = {name: [] if name in IN_16_BITS else pytest.mark.slow for name in variants}
     in_bf16 = [pytest.param(name, "bf16", marks=slow[name]) for name in variants]
-    return [*((name, "fp32") for name in variants), *in_bf16]
+    in_fp32 = [pytest.param(name, "fp32", marks=pytest.mark.slow if name in ONLY_SLOW else []) for name in variants]
+    return [*in_fp32, *in_bf16]
 
 
 @pytest.mark.usefixtures("ended_managers", "writer_on_cpu")

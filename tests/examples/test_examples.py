@@ -83,6 +83,7 @@ def test_each_missing_argument_and_a_taken_port_are_named_and_help_is_the_head_o
     assert run.returncode == 0 and "355,919,872 parameters" in run.stdout and "#" not in run.stdout
 
 
+@pytest.mark.slow
 def test_a_tiny_run_from_another_folder_with_spaces(places, tmp_path):
     """Paths are the caller's; flags behind -- win; the window's profile is torch.profiler's."""
     inputs = [os.path.relpath(path, tmp_path) for path in places]

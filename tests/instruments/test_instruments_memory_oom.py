@@ -70,6 +70,7 @@ def run_out(tmp_path, *words) -> list[str]:
     return ended.stdout[ended.stdout.index("error: ") :].splitlines()
 
 
+@pytest.mark.slow
 @linux
 def test_a_cpu_run_that_runs_out_says_so_in_five_lines(tmp_path):
     path = tmp_path / "deep" / "s_oom_rank0.pickle"

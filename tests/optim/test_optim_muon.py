@@ -205,6 +205,7 @@ def train_expert_layouts(world, saved: str, *argv: str):
     train([*argv, *words], Path("resumed"), world)
 
 
+@pytest.mark.slow
 def test_experts_on_ranks_are_those_of_one_rank(tmp_path):
     """Whole trainings, and those that go on from a checkpoint of the other layout."""
     words = flags(MUON, EXACT, EXPERTS, "--train-iters 4 --save-interval 2")

@@ -154,12 +154,10 @@ def load_and_save(world, argv: str):
 @pytest.mark.parametrize(
     ("words", "layout"),
     [
-        ("", ZERO1),
         ("--async-save", ZERO3),
         ("--ckpt-format torch", ZERO1),
         ("", f"{TP2} {SP}"),
-        ("--ckpt-format torch", TP2),
-        ("", PP2),
+        *slowly(("", ZERO1), ("--ckpt-format torch", TP2), ("", PP2)),
         *slowly(("", f"{SP} --tensor-model-parallel-size 4"), ("--ckpt-format torch", PP2)),
         *slowly(
             *itertools.product(
@@ -253,8 +251,17 @@ def test_ranks_drop_alike_what_all_hold_and_their_own_apart(tmp_path, sequence_p
 @pytest.mark.parametrize(
     "words",
     [
-        *(f"{ZERO1} --bf16", f"{TP2} {SP}", f"{PP2} --bf16"),
-        *slowly((ZERO3,), (f"{ZERO3} --fp16",), (TP2,), (f"{TP2} --fp16",), (f"{TP2} {SP} --bf16",), (PP2,)),
+        f"{TP2} {SP}",
+        *slowly(
+            (f"{ZERO1} --bf16",),
+            (f"{PP2} --bf16",),
+            (ZERO3,),
+            (f"{ZERO3} --fp16",),
+            (TP2,),
+            (f"{TP2} --fp16",),
+            (f"{TP2} {SP} --bf16",),
+            (PP2,),
+        ),
         *slowly((f"{CHUNKS} --bf16",), (f"{TP2} {ONE_GROUP}",), (f"{PP2} {BUBBLE}",)),
     ],
 )

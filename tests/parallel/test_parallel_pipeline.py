@@ -258,6 +258,7 @@ def test_what_stages_exchange(tmp_path, tensor):
             assert sent["all-reduce"] == embedding + norm
 
 
+@pytest.mark.slow
 def test_traces_tell_communication_apart_by_group(tmp_path):
     """4 micro-batches of 2 layers a rank: every layer gathers and sums twice in forward and again in backward."""
     window = "--profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 4 --profile-ranks -1"

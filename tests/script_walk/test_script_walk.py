@@ -44,9 +44,8 @@ def make_walker(folder: Path, text: str, processor=None) -> Walker:
     return Walker((sys.executable, str(path)), processor)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "perceptron" else pytest.mark.slow) for name in SCRIPTS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_a_walk_on_a_cpu_holds_what_the_run_holds(tmp_path, name):
     walker = make_walker(tmp_path, SCRIPTS[name])
     walked = walker.walk()
@@ -102,15 +101,16 @@ own.kernel = torch.ops.own.kernel
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "line",
     [
-        pytest.param("picked = x[int(loss)]", marks=pytest.mark.slow),
-        pytest.param("values = loss.tolist()", marks=pytest.mark.slow),
+        "picked = x[int(loss)]",
+        "values = loss.tolist()",
         "kept = loss[loss > 0]",
-        pytest.param("picked = x[: (loss > 0).sum().item()]", marks=pytest.mark.slow),
-        pytest.param("lost = x @ x", marks=pytest.mark.slow),
-        pytest.param("own.kernel(x + loss)", marks=pytest.mark.slow),
+        "picked = x[: (loss > 0).sum().item()]",
+        "lost = x @ x",
+        "own.kernel(x + loss)",
     ],
 )
 def test_what_only_data_has_ends_the_walk_and_is_named_with_its_line(tmp_path, line):

@@ -100,7 +100,10 @@ def test_a_graph_serves_any_number_of_documents(monkeypatch):
     assert len(compiled) == 1
 
 
-@pytest.mark.parametrize("words", ["--reset-attention-mask", "--window-size 3,0 --window-attn-skip-freq 2"])
+@pytest.mark.parametrize(
+    "words",
+    ["--reset-attention-mask", pytest.param("--window-size 3,0 --window-attn-skip-freq 2", marks=pytest.mark.slow)],
+)
 def test_layers_that_call_a_flash_kernel_are_expected_in_pieces(tmp_path, words):
     _, out = quietly(flags("--train-iters 2 --eval-interval 2 --eval-iters 1", words, EAGER), tmp_path)
     assert counters["stats"]["unique_graphs"] > 2 and "expected" not in out

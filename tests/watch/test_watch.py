@@ -2,7 +2,7 @@
 
 import json
 import math
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -51,11 +51,13 @@ def test_a_script_does_what_it_did_and_is_explained(tmp_path, script, capfd, mon
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "sitecustomize.py").write_text("print('own sitecustomize')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "own"))
+    monkeypatch.setattr(sys, "argv", [str(script), "2"])
+    runpy.run_path(str(script))
+    alone = capfd.readouterr().out
     command, run = [sys.executable, str(script), "2"], tmp_path / "run"
-    alone = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert main(["watch", "--steps", "5:7", "--memory", "--run-dir", str(run), "--", *command]) == 0
     out, err = capfd.readouterr()
-    assert out.startswith(alone) and alone.startswith("own sitecustomize")
+    assert out.startswith(f"own sitecustomize\n{alone}")
     steps = read_steps(run)
     assert [one["step"] for one in steps] == [*range(1, 17)]
     assert [one["step"] for one in steps if one.get("profiled")] == [5, 6] == steps_of(run)
@@ -85,7 +87,8 @@ with profile(schedule=schedule(wait=2, warmup=1, active=2, repeat=1), on_trace_r
 """
 
 
-@pytest.mark.parametrize("begins", [pytest.param(0, marks=pytest.mark.slow), 5])
+@pytest.mark.slow
+@pytest.mark.parametrize("begins", [0, 5])
 def test_a_script_that_profiles_itself_keeps_its_profile(tmp_path, capfd, begins):
     """Two profilers of torch at a time crash the process, whichever begins first."""
     path = tmp_path / "train.py"
@@ -98,6 +101,7 @@ def test_a_script_that_profiles_itself_keeps_its_profile(tmp_path, capfd, begins
     assert len(list((tmp_path / "run").glob("*.pt.trace.json"))) == (begins == 5), "of what was recorded until then"
 
 
+@pytest.mark.slow
 def test_a_failing_script_fails_as_before(tmp_path, script, capfd):
     command, run = [sys.executable, str(script), "1", "no more data"], tmp_path / "run"
     assert main(["watch", "--run-dir", str(run), "--steps", "30:31", "--", *command]) == 1
