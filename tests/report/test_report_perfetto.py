@@ -313,3 +313,14 @@ def test_the_command_line(tmp_path, capsys, monkeypatch):
     Path("folder/run.json").write_text(json.dumps({"schema": 1, "status": "finished"}))
     assert main(["report", "folder", "--no-html", "--perfetto", NAME]) == 2
     assert f"--perfetto {NAME}" in capsys.readouterr().err
+
+
+def test_names_of_any_letters_are_written(tmp_path):
+    """Also of a half letter, as a name has that is no text, and of a file's and a machine's name."""
+    made = gpu_run(steps=4)
+    made.header["host_name"] = "h\u00f6st"
+    made.annotation("gr\u00f6\u00dfe \u6570\u636e \U0001f600 \ud800", 100, 120)
+    made.write(tmp_path / "\u540d")
+    _, read = convert(tmp_path / "\u540d")
+    names = {one.name for one in read.slices}
+    assert any("gr\u00f6\u00dfe \u6570\u636e \U0001f600 \ufffd" in name for name in names)
