@@ -54,7 +54,8 @@ def find_gains(facts: Facts, findings: Sequence[Finding], verdict: Verdict) -> G
         return GainedFindings(tuple(findings), _claim_nothing(critical.time.step_ms, why_not))
     for edit in edits.values():
         graph = graph if edit.prepare is None else edit.prepare(graph)
-    measured = measure_gains(graph, [NamedEdit(code, edit.apply) for code, edit in edits.items()])
+    named = [NamedEdit(code, edit.apply, edit.is_of_late_ranks) for code, edit in edits.items()]
+    measured = measure_gains(graph, named)
     if not measured.alone_ms:
         return GainedFindings(tuple(findings), _claim_nothing(critical.time.step_ms, NOTHING_CHANGED))
     # replayed steps differ a little from the mean of all steady ones, which is what the report shows

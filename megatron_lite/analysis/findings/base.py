@@ -65,6 +65,8 @@ class Edit:
     apply: Callable[[Graph], Graph]
     # adds to the steps what they do not hold and the remedy changes, as checkpoints between them; None: nothing
     prepare: Callable[[Graph], Graph] | None = None
+    # it says which rank is late, not why: a change that saves as much is made before it
+    is_of_late_ranks: bool = False
 
 
 @dataclass(frozen=True)

@@ -543,7 +543,8 @@ def _level_late_rank(facts: Facts, found: Straggler) -> Edit | None:
     is_traced = place is not None and len(facts.graph_ranks) > 1
     if place is None or not is_traced or found.share_last is None:
         return None
-    return Edit(f"bring rank {found.rank} to the others' pace", partial(level_rank, late=place))
+    change = f"bring rank {found.rank} to the others' pace"
+    return Edit(change, partial(level_rank, late=place), is_of_late_ranks=True)
 
 
 def find_latest_rank(facts: Facts) -> tuple[Straggler | None, float]:

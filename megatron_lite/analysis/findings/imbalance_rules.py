@@ -119,7 +119,7 @@ def _level_late_ranks(facts: Facts, found: Imbalance, change: str) -> Edit | Non
     known = [place for place in places if place is not None]
     if len(facts.graph_ranks) < 2 or not known:
         return None
-    return Edit(change, partial(level_late_steps, ranks=known))
+    return Edit(change, partial(level_late_steps, ranks=known), is_of_late_ranks=True)
 
 
 @rule("collective-order", "ranks that do not call the same collectives", "collectives", "ranks")

@@ -19,6 +19,7 @@ class NamedEdit:
 
     name: str  # code of the finding whose remedy it is
     apply: Callable[[Graph], Graph]
+    yields: bool = False  # another one that saves as much is made before it
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ def measure_gains(graph: Graph, edits: Sequence[NamedEdit]) -> OrderedGains:
         if not order:
             # nothing is changed yet: this round is each edit alone
             alone_ms = {edit.name: max(measured_ms - ms, 0.0) for edit, ms in zip(left, steps_ms)}
-        best = min(range(len(left)), key=steps_ms.__getitem__)
+        rated_ms = [ms + least_ms if edit.yields else ms for edit, ms in zip(left, steps_ms)]
+        best = min(range(len(left)), key=rated_ms.__getitem__)
         gain_ms = before_ms - steps_ms[best]
         if gain_ms <= 0 or gain_ms < least_ms:
             break

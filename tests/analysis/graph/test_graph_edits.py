@@ -253,6 +253,13 @@ def test_an_edit_that_another_one_makes_needless_is_left_out(tmp_path):
     assert gains[0].ms == pytest.approx(0.2, rel=0.02)
 
 
+def test_of_two_ways_to_a_gain_the_one_that_says_why_comes_first(tmp_path):
+    graph = make_graph(tmp_path, make_syncing())
+    edits = [NamedEdit("who", EDITS["syncs"], yields=True), NamedEdit("why", EDITS["syncs"])]
+    assert [gain.name for gain in measure_gains(graph, edits).order] == ["why"]
+    assert [gain.name for gain in measure_gains(graph, edits[:1]).order] == ["who"]
+
+
 def test_without_a_steady_step_no_edit_gains_anything(tmp_path):
     graph = replace(make_graph(tmp_path, make_syncing()), boundaries=())
     assert measure_gains(graph, [NamedEdit("syncs", EDITS["syncs"])]).order == ()
