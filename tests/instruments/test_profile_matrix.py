@@ -40,10 +40,8 @@ def test_the_files_hold_the_window(tmp_path, way, case):
     assert cell.complaints == [], cell.found
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, id=case.name, marks=() if case.code else pytest.mark.slow) for case in FROM_INSIDE],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in FROM_INSIDE])
 def test_without_a_shell_too(tmp_path, case):
     argv, out = flags(write_flags(WAYS[TOGETHER], case, tmp_path)), case.says
     with alone():

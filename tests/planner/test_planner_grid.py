@@ -3,6 +3,7 @@
 import pytest
 import torch
 from estimate_grid import CPU_GRID, GRID, LLAMA, NAMED, PP, QUICK, QUICK_ON_CPU, ZERO1, Case, plan_for
+from support.slow_cases import slowly
 
 from megatron_lite.caching_allocator import MIN_BLOCK_BYTES
 from megatron_lite.cpu_kernels import products
@@ -97,15 +98,17 @@ def test_a_weights_gradient_is_a_gradient_in_both_also_where_it_is_added_to_anot
 @pytest.mark.parametrize(
     ("words", "ranks", "rank"),
     [
-        ("", 1, 0),
         (LLAMA + "--qk-layernorm --kv-channels 128", 1, 0),
         ("--optimizer sgd", 1, 0),
         ("--optimizer muon", 1, 0),
-        ("--optimizer muon --num-experts 4 --disable-bias-linear --moe-shared-expert-intermediate-size 64", 1, 0),
-        (f"--optimizer muon --bf16 --hidden-size 256 {ZERO1}", 2, 0),
-        (PP + "2", 2, 0),
         (PP + "2", 2, 1),
         (ZERO1 + "--bf16 --hidden-size 256", 2, 0),
+        *slowly(
+            ("", 1, 0),
+            ("--optimizer muon --num-experts 4 --disable-bias-linear --moe-shared-expert-intermediate-size 64", 1, 0),
+            (f"--optimizer muon --bf16 --hidden-size 256 {ZERO1}", 2, 0),
+            (PP + "2", 2, 0),
+        ),
     ],
 )
 def test_both_count_a_step_counter_of_each_parameter_tensor(words, ranks, rank):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from support.launch import ALONE, alone
 from support.rehearsal_cases import FULL, GPU, attention_arguments, planned, recorded_steps
+from support.slow_cases import slowly
 from support.snapshots import live_at_each_moment, protocol, types_in
 from support.wording import wording
 from torch import nn
@@ -25,6 +26,9 @@ LLAMA = (
 )
 TWO = World(size=2)
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
+PER_TOKEN = (
+    "--calculate-per-token-loss --weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.1 --bf16"
+)
 
 
 def holds_as_much(words: str, world: World = ALONE) -> Rehearsal:
@@ -46,21 +50,20 @@ def holds_as_much(words: str, world: World = ALONE) -> Rehearsal:
         "--fp16",
         f"--bf16 {DROPOUT} {FULL}",
         f"{LLAMA} --fp16 --accumulate-allreduce-grads-in-fp32",
-        pytest.param(
-            f"{LLAMA} --bf16 --recompute-granularity full --recompute-method block --recompute-num-layers 1",
-            marks=pytest.mark.slow,
-        ),
         "--bf16 --attention-backend unfused --recompute-activations --optimizer sgd " + DROPOUT,
-        "--reset-attention-mask --reset-position-ids --eod-mask-loss --apply-layernorm-1p --squared-relu",
-        "--dataloader-inter-document-masking --bf16",
-        "--calculate-per-token-loss --weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.1 --bf16",
+        *slowly(
+            (f"{LLAMA} --bf16 --recompute-granularity full --recompute-method block --recompute-num-layers 1",),
+            ("--reset-attention-mask --reset-position-ids --eod-mask-loss --apply-layernorm-1p --squared-relu",),
+            ("--dataloader-inter-document-masking --bf16",),
+            (PER_TOKEN,),
+        ),
     ],
 )
 def test_a_rehearsal_takes_what_real_steps_take(words):
     holds_as_much(words)
 
 
-@pytest.mark.parametrize("words", ["", "--bf16", "--fp16 --ddp-bucket-size 20000"])
+@pytest.mark.parametrize("words", ["--fp16 --ddp-bucket-size 20000", *slowly(("",), ("--bf16",))])
 def test_the_stand_in_takes_what_distributed_data_parallel_takes(words):
     holds_as_much(f"{words} --global-batch-size 8", TWO)
 
