@@ -5,6 +5,8 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megatron_lite.shared_files import open_foreign
+
 SCRIPTS = (".py", ".sh")
 DATA_SET = (".bin", ".idx")  # behind the word that names both
 
@@ -21,7 +23,8 @@ def stamp_files(words: Sequence[str]) -> dict[str, str]:
     for word in words:
         _, _, value = word.rpartition("=")
         for path in _list_scripts(value):
-            stamps[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest()
+            with open_foreign(path) as file:
+                stamps[str(path)] = hashlib.sha256(file.read()).hexdigest()
         for path in _list_data(value):
             state = path.stat()
             stamps[str(path)] = f"{state.st_size} bytes of {state.st_mtime_ns}"

@@ -188,7 +188,7 @@ OWN = {  # of this package, this machine's kernel, or what the process itself is
     "script_walk/driverless_cuda.py", "instruments/host_counters.py", "planner/script_walks.py", "script_walk/in_code.py",
     "analysis/equality/proved_run.py", "cli/recorded_runs.py", "script_record/this_process.py",
     "cli/replay.py", "replay/rank_process.py", "postmortem/log_patterns.py", "bundle/known_words.py",
-    "mcp_server/confined_command.py", "tune/knobs.py",
+    "mcp_server/confined_command.py", "mcp_server/run_command.py", "tune/knobs.py",
 }  # fmt: skip
 
 
