@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from megatron_lite.analysis.findings.base import Edit, Finding
 from megatron_lite.analysis.findings.order import order_findings
 from megatron_lite.analysis.graph.build import build_graph, explain_size
+from megatron_lite.analysis.graph.edits.recording import leave_out_recording, measure_recording
 from megatron_lite.analysis.graph.graph import Graph
-from megatron_lite.analysis.graph.replay import check_replay
+from megatron_lite.analysis.graph.replay import check_replay, measure_step
 from megatron_lite.analysis.graph.sequence import NamedEdit, OrderedGains, measure_gains
 from megatron_lite.analysis.report import Gains, OrderedChange, Verdict
 from megatron_lite.analysis.run_facts import Facts
@@ -52,26 +53,43 @@ def find_gains(facts: Facts, findings: Sequence[Finding], verdict: Verdict) -> G
     why_not = _explain_doubt(graph, critical.time.step_ms)
     if why_not:
         return GainedFindings(tuple(findings), _claim_nothing(critical.time.step_ms, why_not))
-    for edit in edits.values():
-        graph = graph if edit.prepare is None else edit.prepare(graph)
+    # replayed steps differ a little from the mean of all steady ones, which is what the report shows
+    scale = critical.time.step_ms / (measure_step(graph) / 1e6)
+    graph = _prepare(graph, facts, list(edits.values()))
     named = [NamedEdit(code, edit.apply, edit.is_of_late_ranks) for code, edit in edits.items()]
     measured = measure_gains(graph, named)
     if not measured.alone_ms:
         return GainedFindings(tuple(findings), _claim_nothing(critical.time.step_ms, NOTHING_CHANGED))
-    # replayed steps differ a little from the mean of all steady ones, which is what the report shows
-    stalls_ms = graph.beside_ns / 1e6
-    scale = critical.time.step_ms / (measured.before_ms - stalls_ms)
+    stalls_ms = graph.beside_ns / 1e6 * scale
+    before_ms = measured.before_ms * scale
     gained = [_put_gain(found, measured, scale) for found in findings]
     order = _describe_order(edits, measured, scale)
     doubts = _list_doubts(facts, graph, findings, order, verdict)
     gains = Gains(
-        step_ms=critical.time.step_ms + stalls_ms * scale,
+        step_ms=before_ms,
         order=order,
         confidence="low" if doubts else "high",
         doubts=tuple(doubts),
-        stalls_ms=stalls_ms * scale,
+        stalls_ms=stalls_ms,
+        recording_ms=critical.time.step_ms + stalls_ms - before_ms,
     )
     return GainedFindings(order_findings(gained, facts), gains)
+
+
+def _prepare(graph: Graph, facts: Facts, edits: Sequence[Edit]) -> Graph:
+    """Bring measured steps to what the changes start from: without the profiler's own work, with all that takes time.
+
+    Args:
+        graph: the measured steps.
+        facts: the run.
+        edits: the changes.
+    """
+    if facts.run is not None:
+        graph = leave_out_recording(graph, measure_recording(facts.run))
+    for edit in edits:
+        if edit.prepare is not None:
+            graph = edit.prepare(graph)
+    return graph
 
 
 def _claim_nothing(step_ms: float, why_not: str) -> Gains:
@@ -187,6 +205,8 @@ def describe_next_steps(gains: Gains | None) -> str:
         changes = f"likely: {changes}"
     after = significant(said[-1].step_ms)
     steps = f"{after} instead of {significant(gains.step_ms)} ms per step"
+    if gains.is_without_profiler:
+        steps += " without the profiler"
     if gains.stalls_ms:
         steps += ", with what saving and evaluating take"
     return f"{changes[:1].upper()}{changes[1:]}: {steps}"

@@ -42,11 +42,14 @@ class OrderedChange:
     step_ms: float  # a step after it and those before it
 
 
+NOTABLE_RECORDING = 0.01  # of a step
+
+
 @dataclass(frozen=True)
 class Gains:
     """Gains of the findings' remedies together, by replays of the measured steps with their changes."""
 
-    step_ms: float  # as measured, with stalls_ms
+    step_ms: float  # as measured, with stalls_ms and without recording_ms
     order: tuple[OrderedChange, ...]  # those that save something on top of the others, the first to make first
     confidence: str  # "high", "low"
     doubts: tuple[str, ...]  # what lowers the confidence
@@ -55,6 +58,13 @@ class Gains:
     # of the mean step, what saving and evaluating take in some steps only, which the profiled ones do not show; 0 where
     # no change is about it
     stalls_ms: float = 0.0
+    # of a profiled step, what the profiler itself takes, by the run's other steps; 0 where no run tells
+    recording_ms: float = 0.0
+
+    @property
+    def is_without_profiler(self) -> bool:
+        """Whether steps are notably shorter without the profiler, so that theirs is another time than the report's."""
+        return self.recording_ms > NOTABLE_RECORDING * self.step_ms
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from support import run_maker
 from support.finding_cases import CASES, on_gpu, saves_every
 from support.paths import SHARED
 from support.trace_maker import MadeTrace, place, write
@@ -335,3 +336,21 @@ def test_waits_are_left_out_by_line_where_stacks_tell_it(tmp_path):
     assert left == [resumed // 2, resumed // 2]
     both = drop_sites(facts, "x", sites).apply(graph)
     assert not find_resumed(both).any() and replay(both).step_ns < replay(graph).step_ns
+
+
+def test_gains_are_those_of_steps_without_the_profiler(tmp_path):
+    """Forward of profiled steps is 1.5 ms longer on the host than that of the others."""
+    made = make_loading_and_syncing(steps=10)
+    plain = report_on(tmp_path / "plain", made)
+    folder = tmp_path / "run"
+    lines = []
+    for number in range(1, 31):
+        is_profiled = 10 <= number < 20
+        phases_ms = {"forward": 0.65 if is_profiled else 0.5}
+        lines.append(run_maker.step(number, ms=1.65 if is_profiled else 1.5, phases_ms=phases_ms, profiled=is_profiled))
+    run_maker.folder(folder, lines)
+    report = report_on(folder, made)
+    gains = report.gains
+    assert gains.recording_ms > 0 and gains.is_without_profiler and not plain.gains.is_without_profiler
+    assert gains.step_ms + gains.recording_ms == pytest.approx(report.facts.critical.time.step_ms)
+    check_sums(report)

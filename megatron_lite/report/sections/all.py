@@ -86,6 +86,8 @@ def gains_section(report: Report, everything: bool) -> Section | None:
     step = write(gains.step_ms)
     if gains.stalls_ms:
         step += f" ({write(gains.stalls_ms)} of it for saving and evaluating in some)"
+    if gains.is_without_profiler:
+        step += " without the profiler"
     subtitle = f"ms per step of {step}, by replay; each change on top of those before it"
     return Section("gains", "What to change first", subtitle, [table, Lines(texts, quiet=True)])
 
