@@ -16,6 +16,7 @@ from megatron_lite.analysis.graph.graph import Graph
 from megatron_lite.analysis.graph.replay import check_replay, measure_step
 from megatron_lite.analysis.graph.sequence import NamedEdit, OrderedGains, measure_gains
 from megatron_lite.analysis.report import Gains, OrderedChange, Verdict
+from megatron_lite.analysis.run.cores import measure_slowdown
 from megatron_lite.analysis.run_facts import Facts
 from megatron_lite.units import significant
 
@@ -84,7 +85,10 @@ def _prepare(graph: Graph, facts: Facts, edits: Sequence[Edit]) -> Graph:
         facts: the run.
         edits: the changes.
     """
-    if facts.run is not None:
+    slowdown = measure_slowdown(facts.run) if facts.run is not None else None
+    # steps that waited for cores were not made longer by the profiler
+    is_by_other_jobs = slowdown is not None and slowdown.is_by_other_jobs
+    if facts.run is not None and not is_by_other_jobs:
         graph = leave_out_recording(graph, measure_recording(facts.run))
     for edit in edits:
         if edit.prepare is not None:

@@ -379,11 +379,26 @@ def test_recorded_steps_beside_the_others(tmp_path):
             phases_ms["backward"] = 100.0
         if number == 12:
             phases_ms["save"] = 50.0
-        lines.append(run_maker.step(number, ms=60.0, phases_ms=phases_ms, profiled=is_recorded))
+        whole_ms = sum(phases_ms.values())
+        lines.append(run_maker.step(number, ms=whole_ms, phases_ms=phases_ms, profiled=is_recorded))
     run = read_run(run_maker.folder(tmp_path / "whole", lines))
     assert measure_recording(run) == {"forward": 0.0, "backward": pytest.approx(10e6)}
     short = read_run(run_maker.folder(tmp_path / "short", lines[:12]))
     assert measure_recording(short) == {}
+
+
+@pytest.mark.parametrize(("profiled_ms", "longer_ms"), [(44.0, 0.0), (52.0, 2.0)])
+def test_waits_that_move_to_another_phase_are_not_the_profilers_work(tmp_path, profiled_ms, longer_ms):
+    """Backward of recorded steps takes 10 ms more, forward less: the profiler takes no more than the whole step says."""
+    lines = []
+    for number in range(1, 21):
+        is_recorded = 11 <= number < 15
+        whole_ms = profiled_ms if is_recorded else 50.0
+        backward_ms = 40.0 if is_recorded else 30.0
+        phases_ms = {"forward": whole_ms - backward_ms, "backward": backward_ms}
+        lines.append(run_maker.step(number, ms=whole_ms, phases_ms=phases_ms, profiled=is_recorded))
+    run = read_run(run_maker.folder(tmp_path / "run", lines))
+    assert measure_recording(run) == {"forward": 0.0, "backward": pytest.approx(longer_ms * 1e6)}
 
 
 # --- updates

@@ -20,7 +20,8 @@ MIN_WORK_KEPT = 0.1  # of a phase: the profiler does not take all of it
 def measure_recording(run: Steps) -> dict[str, float]:
     """Measure by how many ns each phase of recorded steps is longer than that of others.
 
-    Steps that save, evaluate, compile or stand beside the recorded ones are left out, and so are the first four.
+    Steps that save, evaluate, compile or stand beside the recorded ones are left out, and so are the first four. All
+    phases together are no longer than the whole step is: what a host waits for may move from a phase to another one.
 
     Args:
         run: the steps of one rank.
@@ -39,7 +40,9 @@ def measure_recording(run: Steps) -> dict[str, float]:
             continue
         longer_ms = float(np.median(lengths_ms[recorded]) - np.median(lengths_ms[plain]))
         found[phase] = max(longer_ms, 0.0) * 1e6
-    return found
+    step_ms = float(np.median(run.training_ms[recorded]) - np.median(run.training_ms[plain]))
+    share = max(step_ms, 0.0) * 1e6 / max(sum(found.values()), 1.0)
+    return {phase: longer_ns * min(share, 1.0) for phase, longer_ns in found.items()}
 
 
 def leave_out_recording(graph: Graph, recording_ns: Mapping[str, float]) -> Graph:
