@@ -38,8 +38,9 @@ def advise_on_stalls(facts: Facts, stalls: Sequence[Saving], training_ns: float)
         training_ns: of a step, without stalls.
     """
     intervals = [_Interval(stall, _choose_interval(stall, training_ns)) for stall in stalls]
-    chosen = [_advise_on(facts, one) for one in intervals]
+    # what takes less already may come more often, which is no remedy
     rarer = [one for one in intervals if one.steps > one.stall.every]
+    chosen = [_advise_on(facts, one) for one in rarer]
     change = " and ".join(one.change for one in rarer)
     return Remedy(
         advice=f"reduce stalls: {' and '.join(remedy.advice for remedy in chosen)}",

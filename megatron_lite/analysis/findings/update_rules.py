@@ -411,7 +411,8 @@ def find_save_and_eval(facts: Facts, run: Run) -> Finding | Observation:
     for name, total_ms in stalls_ms.items():
         stop_ns = total_ms * 1e6 / times[name]
         stalls.append(Saving(stop_ns, every=run.steps / times[name], computing_ns=stop_ns, phase=name))
-    remedy = advise_on_stalls(facts, stalls, training_ns=(all_ms - stalled_ms) * 1e6 / run.steps)
+    # a long first step is not what they are weighed by
+    remedy = advise_on_stalls(facts, stalls, training_ns=float(np.median(run.training_ms)) * 1e6)
     seen = [_describe_stalls(run, name, times[name], total_ms) for name, total_ms in stalls_ms.items()]
     return build_time_finding(stalled_ms / run.steps, seen, remedy.advice, remedy.flags, edit=remedy.edit)
 
