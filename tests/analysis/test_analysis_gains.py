@@ -186,6 +186,27 @@ def test_small_collectives_outside_of_backward_are_sent_at_once(tmp_path):
     assert found.gain_ms == pytest.approx(1.9, abs=0.2) and not found.gain_is_bound
 
 
+def test_small_collectives_between_which_layers_compute_cannot_be_sent_at_once(tmp_path):
+    """What ranks that split a layer exchange in forward: each result is needed for the next one."""
+    ranks = []
+    for rank in range(2):
+        made = MadeTrace(rank, 2, device=None)
+        for number in range(6):
+            at = 6_500.0 * number
+            made.step(number, at, at + 6_500)
+            made.annotation("forward", at + 1, at + 6_495)
+            for layer in range(20):
+                begun = at + 10 + 320 * layer
+                made.op("aten::mm", begun, begun + 200)
+                made.op("c10d::allreduce_", begun + 201, begun + 203)
+                span = made.gloo(begun + 202, begun + 302)
+                span["args"] = {"Input Dims": [[1024]], "Input type": ["float"]}
+        ranks.append(made)
+    report = report_on(tmp_path, *ranks)
+    [found] = [finding for finding in report.findings if finding.code == "small-buckets"]
+    assert found.edit is None and not found.flags
+
+
 def test_a_change_that_finds_nothing_to_change_keeps_its_bound(tmp_path):
     report = report_on(tmp_path, make_loading_and_syncing())
     graph = build_graph([(one.trace, one.placing) for one in report.facts.graph_ranks])
@@ -311,6 +332,23 @@ def test_saving_at_another_interval_is_a_part_of_the_mean_step(tmp_path):
     # a checkpoint of 30 ms takes a hundredth of 300 steps of 10 ms
     assert "500" in gains.order[0].change
     assert finding.gain_ms == pytest.approx(gains.stalls_ms * (1 - 40 / 7 / 500), rel=1e-6)
+
+
+def test_no_stall_is_advised_to_come_more_often(tmp_path):
+    """Checkpoints take most of the time, evaluations each 10 steps next to nothing; a first step of 2 s is none of it."""
+    lines = []
+    for number in range(1, 41):
+        phases_ms = {"forward": 5.0}
+        if number % 5 == 0:
+            phases_ms["save"] = 30.0
+        if number % 10 == 0:
+            phases_ms["eval"] = 0.5
+        ms = 10.0 + phases_ms.get("save", 0.0) + phases_ms.get("eval", 0.0)
+        lines.append(run_maker.step(number, ms=200.0 if number == 1 else ms, phases_ms=phases_ms))
+    run_maker.folder(tmp_path, lines)
+    [finding] = [one for one in analyze([tmp_path]).findings if one.code == "save-and-eval"]
+    assert "--eval-interval" not in finding.flags and "evaluat" not in finding.advice
+    assert "evaluat" not in finding.edit.change and "500" in finding.edit.change
 
 
 def test_waits_are_left_out_by_line_where_stacks_tell_it(tmp_path):

@@ -30,7 +30,7 @@ from megatron_lite.analysis.graph.edits.overlap import overlap_collectives
 from megatron_lite.analysis.graph.edits.straggler import level_rank
 from megatron_lite.analysis.graph.edits.transfers import SUMMED_IN
 from megatron_lite.analysis.graph.graph import ActivityKind, Graph
-from megatron_lite.analysis.intervals import Flags, Integers, Numbers
+from megatron_lite.analysis.intervals import Flags, Integers, Numbers, intersection, union
 from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.ranks.calls import collective_bytes
 from megatron_lite.analysis.ranks.exposed import Purpose, find_rows_for, is_of_weights, shows_sharding
@@ -38,6 +38,7 @@ from megatron_lite.analysis.ranks.from_run import find_straggler_by_medians
 from megatron_lite.analysis.ranks.process_groups import is_fully_sharded
 from megatron_lite.analysis.ranks.rank_results import RankComparison, Straggler
 from megatron_lite.analysis.run_facts import TIGHT, Facts
+from megatron_lite.analysis.time.time_results import NEVER_NS
 from megatron_lite.formats.file_names import RUN_FILE, STEPS_FILE
 from megatron_lite.formats.hardware import match_processor
 from megatron_lite.phases import Phase
@@ -334,6 +335,8 @@ def _advise_on_small(facts: Facts, one: RankFacts, small: Integers) -> Remedy:
     others = np.setdiff1d(small, of_backward)
     if one.exposed_ms(of_backward) >= one.exposed_ms(others):
         return LARGER_BUCKETS
+    if _computes_between(one, others):
+        return FEWER_MESSAGES
     numbers = np.unique(one.placing.phase[others]).tolist()
     names = (*one.placing.phases, "")  # -1 is no phase
     phases = tuple(names[number] for number in numbers)
@@ -341,6 +344,32 @@ def _advise_on_small(facts: Facts, one: RankFacts, small: Integers) -> Remedy:
     at_once = f"what is exchanged in {where} at once" if where else "what is exchanged between phases at once"
     advice = f"send {at_once}, as one tensor (torch.cat); gradients: DistributedDataParallel"
     return Remedy(advice, (), Edit(f"send {at_once}", partial(_merge_small, phases=phases)))
+
+
+FEWER_MESSAGES = Remedy(
+    "send tensors of which none is computed from another at once (torch.cat); layers that exchange in forward: "
+    "larger micro-batches, or fewer ranks that split them"
+)
+MOSTLY_COMPUTING = 0.5  # of the time from the first to the last collective of a step
+
+
+def _computes_between(one: RankFacts, rows: Integers) -> bool:
+    """Tell whether a step computes from its first of some collectives to its last: results of some may be needed for
+    others, so that they cannot be sent at once.
+
+    Args:
+        one: the rank.
+        rows: the collectives.
+    """
+    events = one.trace.events
+    _, step = np.unique(one.placing.step[rows], return_inverse=True)
+    first_ns = np.full(step.max() + 1, NEVER_NS)
+    last_ns = np.zeros(step.max() + 1, np.int64)
+    np.minimum.at(first_ns, step, events.end_ns[rows])
+    np.maximum.at(last_ns, step, events.start_ns[rows])
+    between = union(first_ns, np.maximum(first_ns, last_ns))
+    computing = intersection(between, one.trace.cover(one.compute_rows()))
+    return computing.length > MOSTLY_COMPUTING * between.length
 
 
 def _merge_small(graph: Graph, phases: Sequence[str]) -> Graph:
