@@ -57,10 +57,14 @@ def find_read_states(one: RankFacts) -> ReadStates | None:
     once (an average of weights, a copy) computes behind it; what writes or sends them does not.
     """
     trace = one.trace
+    parameters = _count_parameters(one)
+    if not parameters:
+        # a few results that are detached look like the state of a small model
+        return None
     operators = trace.on_thread(trace.rows[Kind.OP], one.placing.main_thread)
     operators = operators[one.placing.operator[operators] < 0]
     first, last = _find_runs(trace.matching(DETACH.__eq__)[operators])
-    is_state = last - first + 1 >= max(MIN_STATE_TENSORS, _count_parameters(one))
+    is_state = last - first + 1 >= max(MIN_STATE_TENSORS, parameters)
     is_state &= one.placing.counts[operators[first]]
     first = first[is_state]
     last = last[is_state]
