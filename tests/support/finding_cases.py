@@ -209,8 +209,15 @@ def python_works(folder: Path, us: float, name: str | None = None, every: int = 
 
 
 @prepared
-def reads_states(folder: Path, tensors: int = 6, us: float = 2_000, computes: bool = False, thinks_us: float = 0):
-    """On a CPU: backward adds to 6 gradients; behind 6,000 us of operators tensors are detached, and `us` go by.
+def reads_states(
+    folder: Path,
+    tensors: int = 6,
+    us: float = 2_000,
+    computes: bool = False,
+    thinks_us: float = 0,
+    gradients: int = 6,
+):
+    """On a CPU: backward adds to gradients; behind 6,000 us of operators tensors are detached, and `us` go by.
 
     Then an operator computes, and Python works for `thinks_us`.
     """
@@ -218,7 +225,7 @@ def reads_states(folder: Path, tensors: int = 6, us: float = 2_000, computes: bo
     at = 0.0
     for index in range(STEPS):
         made.op("aten::mm", at + 10, at + 6_000)
-        for node in range(6):
+        for node in range(gradients):
             began = at + 3_000 + 20 * node
             made.op("torch::autograd::AccumulateGrad", began, began + 5, AUTOGRAD)
         for tensor in range(tensors):
@@ -1067,6 +1074,7 @@ MORE_NEAR_MISSES = [
     ("save-in-step", reads_states(tensors=3)),  # fewer than there are gradients
     ("save-in-step", reads_states(computes=True)),  # an average of weights
     ("save-in-step", reads_states(us=200)),
+    ("save-in-step", reads_states(gradients=0)),  # results of a run that does not learn
     ("memory-growth", allocates([8, 8, 8, 0, 8])),
     ("memory-growth", allocates([8] * 4)),  # of 4 steps the first does not count
     ("host-gaps", on_gpu(before_backward=host_does("MyFunctionBackward", 1500, "cpu_op", AUTOGRAD))),

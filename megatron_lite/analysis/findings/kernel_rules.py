@@ -371,8 +371,7 @@ def _choose_chained(rank: RankFacts, names: Collection[str]) -> ShortenedKernels
     lane = np.stack([events.device[rows], events.stream[rows], phase])
     is_next = (lane[:, 1:] == lane[:, :-1]).all(axis=0)
     goes_on = is_link[1:] & is_link[:-1] & is_next
-    # no rows, no link
-    chain = np.cumsum(np.concatenate(([True], ~goes_on)))[: len(rows)][is_link]
+    chain = np.cumsum(np.concatenate(([True], ~goes_on)))[is_link]
     links = rows[is_link]
     longest_first = np.lexsort((-rank.trace.lengths_ns(links), chain))
     _, firsts = np.unique(chain[longest_first], return_index=True)
