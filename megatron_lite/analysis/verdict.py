@@ -486,15 +486,14 @@ def _describe_compute(rank: RankFacts, findings: Sequence[Finding], straggler_is
     Returns:
         A part of the sentence, or '' where nothing is worth naming.
     """
-    costing = (found for found in findings if found.cost_ms and found.code != BUSY_MACHINE)
-    first = next(costing, None)
-    if first is not None:
+    costing = [found for found in findings if found.cost_ms and found.code != BUSY_MACHINE]
+    if costing:
+        first = costing[0]
         if straggler_is_named and first.code in OF_LATE_RANKS:
             return ""
         saving_ms = measure_saving(first)
         if saving_ms >= MIN_SHARE_SAID * rank.time.step_ms:
-            kind = "most costly cause" if first.gain_is_bound else "largest saving"
-            return f"{kind}: {first.title} ({significant(saving_ms)} ms)"
+            return f"{_rank_first(costing)}: {first.title} ({significant(saving_ms)} ms)"
     roles = rank.kernels.roles
     role = max(roles, key=lambda role: roles[role], default=Role.OTHER)
     total_ms = sum(roles.values())
@@ -502,6 +501,15 @@ def _describe_compute(rank: RankFacts, findings: Sequence[Finding], straggler_is
         return ""
     kind = "device" if rank.time.on_gpu else "operator"
     return f"{roles[role] / total_ms:.0%} of {kind} time is {role}"
+
+
+def _rank_first(costing: Sequence[Finding]) -> str:
+    """Say what the first finding is among all that cost time; one that costs more may save less, by its replay."""
+    first = costing[0]
+    if not first.gain_is_bound:
+        return "largest saving"
+    most_ms = max(found.cost_ms or 0.0 for found in costing)
+    return "most costly cause" if first.cost_ms == most_ms else "first cause"
 
 
 def _describe_busy(rank: RankFacts) -> str:

@@ -68,6 +68,11 @@ COMPUTES = {"compute": 97.0, "host": 3.0}
         ({"device": None, "rows": {"compute": 30.0, "host": 50.0}}, "50% of each step is spent on Python between"),
         ({"rows": COMPUTES, "findings": (COSTLY,)}, "most costly cause: matrix products in fp32 (44 ms)"),
         ({"rows": COMPUTES, "findings": (REPLAYED,)}, "largest saving: matrix products in fp32 (20 ms)"),
+        # it is not the most costly one: that saves nothing by itself
+        (
+            {"rows": COMPUTES, "findings": (dataclasses.replace(COSTLY, cost_ms=30.0), SAVING_NOTHING)},
+            "first cause: matrix products in fp32 (30 ms)",
+        ),
         ({"rows": COMPUTES, "findings": (SAVING_NOTHING,)}, "40% of device time is matrix products"),
         ({"rows": COMPUTES}, "40% of device time is matrix products"),
         ({"ranks": LATE}, "the other ranks wait 15 ms per step for rank 1"),

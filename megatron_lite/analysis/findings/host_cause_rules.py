@@ -248,7 +248,7 @@ def _find_behind_states(one: RankFacts) -> Finding | None:
     if states is None or one.share(states.ms) < MATTERS:
         return None
     state = f"the state of the model ({counted(states.tensors, 'tensor')})"
-    times = f"{significant(states.per_step)} times per step"
+    times = f"{counted(states.per_step, 'time')} per step"
     text = f"{state} is read {times}, and nothing computes behind it: {one.of_step(states.ms)}"
     seen = Evidence(text, one.where(states.row))
     doubt = Evidence("whether it is written to a file, sent or compared, only a trace with stacks says")

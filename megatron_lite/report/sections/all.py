@@ -85,7 +85,7 @@ def gains_section(report: Report, everything: bool) -> Section | None:
     table = Table(rows, "rllrrr", ["", "change", "finding", "alone", "saves", "a step"], hidden=hidden)
     step = write(gains.step_ms)
     if gains.stalls_ms:
-        step += f" ({write(gains.stalls_ms)} of it for saving and evaluating in some)"
+        step += f" ({write(gains.stalls_ms)} of it for saving and evaluating in some steps)"
     if gains.is_without_profiler:
         step += " without the profiler"
     subtitle = f"ms per step of {step}, by replay; each change on top of those before it"
