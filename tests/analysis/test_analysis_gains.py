@@ -392,3 +392,19 @@ def test_gains_are_those_of_steps_without_the_profiler(tmp_path):
     assert gains.recording_ms > 0 and gains.is_without_profiler and not plain.gains.is_without_profiler
     assert gains.step_ms + gains.recording_ms == pytest.approx(report.facts.critical.time.step_ms)
     check_sums(report)
+
+
+def test_what_other_jobs_take_in_the_window_is_not_the_profilers_work(tmp_path):
+    """Profiled steps are 0.3 ms longer, for which the main thread had no core."""
+    lines = []
+    for number in range(1, 31):
+        is_profiled = 10 <= number < 16
+        phases_ms = {"forward": 0.6 if is_profiled else 0.3}
+        wait_ms = 0.3 if is_profiled else 0.0
+        ms = 1.2 + wait_ms
+        made = run_maker.step(number, ms, phases_ms=phases_ms, profiled=is_profiled, cpu_ms=1.0, core_wait_ms=wait_ms)
+        lines.append(made)
+    run_maker.folder(tmp_path, lines)
+    report = report_on(tmp_path, make_loading_and_syncing())
+    assert report.gains.recording_ms == pytest.approx(0, abs=1e-9) and not report.gains.is_without_profiler
+    check_sums(report)
