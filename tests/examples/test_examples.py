@@ -84,17 +84,22 @@ def test_each_missing_argument_and_a_taken_port_are_named_and_help_is_the_head_o
 
 
 @pytest.mark.slow
-def test_a_tiny_run_from_another_folder_with_spaces(places, tmp_path):
+def test_a_tiny_run_from_another_folder_with_spaces(places, tmp_path, tmp_path_factory):
     """Paths are the caller's; flags behind -- win; the window's profile is torch.profiler's."""
-    inputs = [os.path.relpath(path, tmp_path) for path in places]
+    # other tests say that the folders of all of them were not made
+    folder = tmp_path_factory.mktemp("a place of its own")
+    checkpoints = folder / "check points"
+    board = folder / "tensor board"
+    given = [checkpoints, board, *places[2:]]
+    inputs = [os.path.relpath(path, tmp_path) for path in given]
     window = ["--profile-step-start", "1", "--profile-step-end", "2"]
     run = start(SCRIPT, *inputs, "--", *TINY, *SHORT, *window, cwd=tmp_path)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "note: no GPU here" in run.stdout and "1 rank on CPU" in run.stdout
     assert re.search(r"iteration        2/       2 \|.* global batch size:    16 \|", run.stdout)
-    assert read_tracker(places[0]) == 2
-    assert list(places[1].glob("*.pt.trace.json*")) and list(places[1].glob("events.out.tfevents.*"))
-    plan = json.loads((places[1] / RUN_FILE).read_text())["plan"]
+    assert read_tracker(checkpoints) == 2
+    assert list(board.glob("*.pt.trace.json*")) and list(board.glob("events.out.tfevents.*"))
+    plan = json.loads((board / RUN_FILE).read_text())["plan"]
     assert plan["precision"] == "fp16" and plan["args"]["training"]["micro_batch_size"] == 4
     assert not list(tmp_path.iterdir())
 
