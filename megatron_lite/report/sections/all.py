@@ -83,12 +83,11 @@ def gains_section(report: Report, everything: bool) -> Section | None:
         change = report.facts.in_words(one.change)
         rows.append([str(number), change, one.code, write(one.alone_ms), write(one.ms), write(one.step_ms)])
     table = Table(rows, "rllrrr", ["", "change", "finding", "alone", "saves", "a step"], hidden=hidden)
-    step = write(gains.step_ms)
-    if gains.stalls_ms:
-        step += f" ({write(gains.stalls_ms)} of it for saving and evaluating in some steps)"
     if gains.is_without_profiler:
-        step += " without the profiler"
-    subtitle = f"ms per step of {step}, by replay; each change on top of those before it"
+        texts.insert(0, f"as without the profiler, which takes {write(gains.recording_ms)} ms of a profiled step")
+    if gains.stalls_ms:
+        texts.insert(0, f"saving and evaluating in some steps takes {write(gains.stalls_ms)} ms of the mean one")
+    subtitle = f"ms per step of {write(gains.step_ms)}, by replay; each change on top of those before it"
     return Section("gains", "What to change first", subtitle, [table, Lines(texts, quiet=True)])
 
 
