@@ -13,7 +13,7 @@ from megatron_lite.analysis.contradictions import (
 )
 from megatron_lite.analysis.core_use import PROFILED, CoreShortage
 from megatron_lite.analysis.findings.base import Finding
-from megatron_lite.analysis.findings.order import measure_saving
+from megatron_lite.analysis.findings.order import measure_saved_ms
 from megatron_lite.analysis.findings.step_length_rules import doubt_window
 from megatron_lite.analysis.gpu_clocks import GpuClock, find_slowed_gpus
 from megatron_lite.analysis.kernels.kernel_results import Role
@@ -491,7 +491,7 @@ def _describe_compute(rank: RankFacts, findings: Sequence[Finding], straggler_is
         first = costing[0]
         if straggler_is_named and first.code in OF_LATE_RANKS:
             return ""
-        saving_ms = measure_saving(first)
+        saving_ms = measure_saved_ms(first)
         if saving_ms >= MIN_SHARE_SAID * rank.time.step_ms:
             return f"{_rank_first(costing)}: {first.title} ({significant(saving_ms)} ms)"
     roles = rank.kernels.roles

@@ -1,4 +1,4 @@
-"""The order of findings: what the run fails of, what takes the machine from it, then what saves most of a step."""
+"""The order of findings: what makes a run fail, what takes its machine away, then what saves most of a step."""
 
 from collections.abc import Iterable
 
@@ -44,7 +44,7 @@ def _rate(one: Finding, steps: int, notable_ms: float) -> tuple[int, float, int]
         steps: of the trace.
         notable_ms: the notable part.
     """
-    saving_ms = measure_saving(one, steps)
+    saving_ms = measure_saved_ms(one, steps)
     if one.code in BEFORE_COSTS and one.certain:
         order = 0
     elif one.code in OF_CLOCKS:
@@ -60,7 +60,7 @@ def _rate(one: Finding, steps: int, notable_ms: float) -> tuple[int, float, int]
     return order, -saving_ms, -(one.cost_bytes or 0)
 
 
-def measure_saving(one: Finding, steps: int = 1) -> float:
+def measure_saved_ms(one: Finding, steps: int = 1) -> float:
     """Measure what a finding's remedy saves of a step, ms: what its replay says, else the cost, of which nothing says
     how much goes.
 

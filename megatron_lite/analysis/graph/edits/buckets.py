@@ -20,8 +20,8 @@ from megatron_lite.phases import Phase
 
 SMALL_BYTES = 4096  # what is not larger takes the latency
 MIN_SIZES_RATIO = 2.0  # between the largest and the smallest collective: closer ones do not tell latency from bandwidth
-# Of a collective of so many bytes half of the time is latency (Hockney's n 1/2). Links of ranks have more: 200 KiB and
-# more of gloo within a machine (docs/benchmarks.md), about a megabyte of NVLink and InfiniBand.
+# Of a collective of so many bytes half of the time is latency (Hockney's n 1/2). Links of ranks have more: over 200
+# KiB of gloo within a machine (docs/benchmarks.md).
 LEAST_HALF_BYTES = 128 * 2**10
 
 
@@ -50,10 +50,10 @@ def fit_transfers(
     Returns:
         None where sizes are not recorded, or are too much alike.
     """
-    transfers = np.flatnonzero(chosen & (graph.activities.work_ns > 0))
-    num_bytes = graph.activities.num_bytes[transfers]
-    if not len(transfers) or num_bytes.min() <= 0:
+    transfers = _find_sized(graph, chosen)
+    if not len(transfers):
         return None
+    num_bytes = graph.activities.num_bytes[transfers]
     sizes, group = np.unique(num_bytes, return_inverse=True)
     works_ns = graph.activities.work_ns[transfers]
     if sizes[-1] <= SMALL_BYTES:
@@ -84,14 +84,21 @@ def bound_transfers(
     Returns:
         None where sizes are not recorded.
     """
-    transfers = np.flatnonzero(chosen & (graph.activities.work_ns > 0))
-    num_bytes = graph.activities.num_bytes[transfers]
-    if not len(transfers) or num_bytes.min() <= 0:
+    transfers = _find_sized(graph, chosen)
+    if not len(transfers):
         return None
+    num_bytes = graph.activities.num_bytes[transfers]
     # the largest leave the most to bandwidth
     whole_ns = float(np.median(graph.activities.work_ns[transfers]))
     ns_per_byte = whole_ns / (LEAST_HALF_BYTES + float(num_bytes.max()))
     return TransferModel(LEAST_HALF_BYTES * ns_per_byte, ns_per_byte)
+
+
+def _find_sized(graph: Graph, chosen: Flags) -> Integers:
+    """Find those of the chosen transfers that take time, int64; none of them unless the sizes of all are recorded."""
+    transfers = np.flatnonzero(chosen & (graph.activities.work_ns > 0))
+    num_bytes = graph.activities.num_bytes[transfers]
+    return transfers if (num_bytes > 0).all() else transfers[:0]
 
 
 def resize_buckets(

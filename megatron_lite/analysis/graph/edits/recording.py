@@ -96,6 +96,6 @@ def _measure_most_recording(graph: Graph, recording_ns: Mapping[str, float]) -> 
     activities = sum(counts[phase] for phase in alone)
     if not activities:
         return {}
-    # a mean step's time for the activities of all its ranks
+    # of one rank's mean step by activities of all ranks and steps; counted alike below, so that both cancel out
     price_ns = sum(recording_ns[phase] for phase in alone) / activities
     return {phase: price_ns * counts[phase] for phase in with_collectives}
