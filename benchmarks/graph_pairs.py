@@ -15,8 +15,9 @@ The protocol:
   steps.jsonl (the whole step on the host, saving included): the median of the means of five blocks of eight steps, since
   checkpoints and workers come in periods of two, four or eight steps.
 - Measured change: (B - A) / A of a round. Predicted change: the trace of A, all ranks, becomes a graph; the replay with the
-  pair's edit by the replay without. Nothing of B is read. What a checkpoint takes is read from the lines of A's
-  steps.jsonl before step 33, and by how much recorded steps are longer than others from all of them. Shown are medians over rounds, and their difference in percent of the step before.
+  pair's edit by the replay without. Nothing of B is read. What a checkpoint takes, and by how much recorded steps
+  are longer than others, is read from A's steps.jsonl. Shown are medians over rounds, and their difference in percent of
+  the step before.
 - A sign is wrong where the measured change is more than 2% of the step and the prediction is on the other side of zero.
 - A graph that claims nothing is named; its pair counts as off.
 - Held back: the pairs of HELD_BACK. No edit was changed after their predictions had been looked at.
@@ -240,8 +241,7 @@ def read_rounds(pair: Pair, folder: Path, with_path: bool) -> Iterator[Round]:
         if not all((side / "steps.jsonl").exists() for side in (before, after)):
             continue
         [(_, ranks)] = read_run(before)
-        lines = [one for number, one in read_steps(before).items() if number < FIRST_TIMED]
-        recorded = Recorded(ranks, read_record_of_run(before), lines)
+        recorded = Recorded(ranks, read_record_of_run(before))
         graph = build(recorded)
         changed_graph = pair.edit(graph, recorded)
         unchanged = replay(graph)

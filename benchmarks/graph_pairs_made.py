@@ -27,7 +27,6 @@ from megatron_lite.analysis.graph.graph import ActivityKind, Graph
 from megatron_lite.analysis.run.run_results import Run
 from megatron_lite.analysis.time.time_results import Placing
 from megatron_lite.analysis.trace.columns import Trace
-from megatron_lite.formats.step_records import StepRecord
 
 BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's
 LOADER = Path(__file__).parent / "graph_scripts" / "loader.py"
@@ -57,16 +56,14 @@ class Recorded:
     Attributes:
         ranks: The trace of each rank, and where its events belong.
         run: What the run says of itself.
-        steps: Lines of steps.jsonl before the timed steps.
     """
 
     ranks: Sequence[tuple[Trace, Placing]]
     run: Run
-    steps: Sequence[StepRecord]
 
     def find_saving(self) -> Saving:
         """How the run saves: by steps.jsonl, else by the trace."""
-        found = read_saving(self.steps) or measure_saving(*self.ranks[0])
+        found = read_saving(self.run) or measure_saving(*self.ranks[0])
         assert found is not None
         return found
 
@@ -77,7 +74,7 @@ Edit = Callable[[Graph, Recorded], Graph]
 def build(recorded: Recorded) -> Graph:
     """The graph of a run without the profiler's own work, with its checkpoints."""
     graph = leave_out_recording(build_graph(recorded.ranks), measure_recording(recorded.run))
-    saving = read_saving(recorded.steps)
+    saving = read_saving(recorded.run)
     return add_saving(graph, saving) if saving else graph
 
 

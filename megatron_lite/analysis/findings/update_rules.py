@@ -24,7 +24,7 @@ from megatron_lite.analysis.findings.settings import WITHOUT
 from megatron_lite.analysis.findings.stall_remedies import advise_on_stalls
 from megatron_lite.analysis.graph.edits.fusion import fuse_update
 from megatron_lite.analysis.graph.edits.left_out import leave_out_phases
-from megatron_lite.analysis.graph.edits.saving import Saving
+from megatron_lite.analysis.graph.edits.saving import read_saving
 from megatron_lite.analysis.graph.graph import Graph
 from megatron_lite.analysis.rank_facts import MATTERS, MIN_SHARE_SHOWN, RankFacts, in_ms
 from megatron_lite.analysis.run.learning import MIN_UPDATES, find_clip_limit, measure_learning
@@ -407,10 +407,8 @@ def find_save_and_eval(facts: Facts, run: Run) -> Finding | Observation:
     if stalled_ms < MATTERS * all_ms:
         text = f"saving and evaluating take {in_ms(stalled_ms)} of {in_ms(all_ms)} of all steps"
         return saw(Evidence(text, STEPS_FILE))
-    stalls = []
-    for name, total_ms in stalls_ms.items():
-        stop_ns = total_ms * 1e6 / times[name]
-        stalls.append(Saving(stop_ns, every=run.steps / times[name], computing_ns=stop_ns, phase=name))
+    read = [read_saving(run, name) for name in stalls_ms]
+    stalls = [stall for stall in read if stall is not None]
     # a long first step is not what they are weighed by
     remedy = advise_on_stalls(facts, stalls, training_ns=float(np.median(run.training_ms)) * 1e6)
     seen = [_describe_stalls(run, name, times[name], total_ms) for name, total_ms in stalls_ms.items()]

@@ -36,7 +36,6 @@ from megatron_lite.analysis.graph.graph import ON_HOST, ActivityKind
 from megatron_lite.analysis.graph.recomputation import ENGINE
 from megatron_lite.analysis.graph.replay import check_replay
 from megatron_lite.analysis.run.read import read_run
-from megatron_lite.formats.step_records import StepRecord
 
 # --- recomputation
 
@@ -131,16 +130,16 @@ def test_a_thread_saves_no_faster_than_it_can_write(tmp_path):
     assert step_us(save_in_thread(add_saving(graph, slow), slow)) == 2500
 
 
-def test_steps_tell_how_a_run_saves():
+def test_steps_tell_how_a_run_saves(tmp_path):
     lines = []
     for number in range(1, 13):
-        phases_ms = {"forward": 10.0}
-        if number % 4 == 0:
-            phases_ms["save"] = 30.0
-        cpu_ms = 60.0 if number % 4 == 0 else 50.0
-        lines.append(StepRecord(iteration=number, step=number, ms=50.0, phases_ms=phases_ms, cpu_ms=cpu_ms))
-    assert read_saving(lines) == Saving(stop_ns=30e6, every=4, computing_ns=10e6)
-    assert read_saving(lines[:7]) is None
+        saves = number % 4 == 0
+        phases_ms = {"forward": 10.0, "save": 30.0 if saves else 0.0}
+        lines.append(run_maker.step(number, ms=50.0, phases_ms=phases_ms, cpu_ms=60.0 if saves else 50.0))
+    run = read_run(run_maker.folder(tmp_path / "saving", lines))
+    assert read_saving(run) == Saving(stop_ns=30e6, every=4, computing_ns=10e6)
+    assert read_saving(run, "eval") is None
+    assert read_saving(read_run(run_maker.folder(tmp_path / "not yet", lines[:3]))) is None
 
 
 # --- collectives

@@ -13,9 +13,9 @@ from megatron_lite.analysis.graph.edits.change import raise_floor, scale_work
 from megatron_lite.analysis.graph.graph import ON_DEVICE, ON_HOST, Graph
 from megatron_lite.analysis.graph.replay import find_window
 from megatron_lite.analysis.intervals import Flags
+from megatron_lite.analysis.run.run_results import Steps
 from megatron_lite.analysis.time.time_results import Placing
 from megatron_lite.analysis.trace.columns import Trace
-from megatron_lite.formats.step_records import StepRecord
 from megatron_lite.phases import Phase
 
 LOCKED_SHARE = 0.5  # the middle of what is possible
@@ -32,30 +32,31 @@ class Saving:
     phase: str = Phase.SAVE.value  # in which steps do so
 
 
-def read_saving(steps: Sequence[StepRecord]) -> Saving | None:
-    """Read from the lines of steps.jsonl how a run saves; None with fewer than two checkpoints.
+def read_saving(run: Steps, phase: str = Phase.SAVE.value) -> Saving | None:
+    """Read how a run saves, or evaluates, from all of its steps; None where it never does.
 
     Args:
-        steps: lines of one rank, in order; recorded ones, which take longer, are left out.
+        run: the steps of one rank.
+        phase: in which steps do so.
     """
-    plain = [step for step in steps if not step.profiled]
-    saving = [step for step in plain if step.phases_ms.get(Phase.SAVE.value)]
-    stops_ns = [step.phases_ms[Phase.SAVE.value] * 1e6 for step in saving]
-    numbers = [step.step for step in saving]
-    found = _compute_saving(numbers, stops_ns)
-    others = [step for step in plain if not step.phases_ms.get(Phase.SAVE.value)]
-    busy_ms = _measure_cpu(saving)
-    usual_ms = _measure_cpu(others)
-    if found is None or busy_ms is None or usual_ms is None:
-        return found
+    lengths_ms = run.phases_ms.get(phase)
+    if lengths_ms is None or not lengths_ms.any():
+        return None
+    stops = lengths_ms > 0
+    stop_ns = float(lengths_ms[stops].mean()) * 1e6
+    every = len(stops) / int(stops.sum())
+    busy_ms = _measure_cpu(run, stops)
+    usual_ms = _measure_cpu(run, run.ordinary)
+    if busy_ms is None or usual_ms is None:
+        return Saving(stop_ns, every, stop_ns, phase)
     computing_ns = max(busy_ms - usual_ms, 0.0) * 1e6
-    return replace(found, computing_ns=min(computing_ns, found.stop_ns))
+    return Saving(stop_ns, every, min(computing_ns, stop_ns), phase)
 
 
-def _measure_cpu(steps: Sequence[StepRecord]) -> float | None:
-    """The median time of cores that steps take, ms; None where no line says it."""
-    known = [step.cpu_ms for step in steps if step.cpu_ms is not None]
-    return float(np.median(known)) if known else None
+def _measure_cpu(run: Steps, chosen: Flags) -> float | None:
+    """Measure the median CPU time of some steps, ms; None where none of them says it."""
+    known_ms = run.cpu_ms[chosen & ~np.isnan(run.cpu_ms)]
+    return float(np.median(known_ms)) if len(known_ms) else None
 
 
 def measure_saving(
